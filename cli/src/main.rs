@@ -1,0 +1,2 @@
+//! deepspec
+fn main() {}
