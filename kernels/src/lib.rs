@@ -1,1 +1,20 @@
-//! deepspec-kernels
+//! Numerical operations of deepspec: numbers only, no model, file or configuration.
+//!
+//! One folder or file per operation, holding its documentation, CPU path and gradient. Operations are candle custom
+//! operations, so they take part in autograd where they define a backward pass. candle's own fused RMSNorm, RoPE and
+//! softmax have none and would silently stop gradients; nothing here calls them.
+
+pub mod adamw;
+pub mod attention;
+pub mod linear;
+mod matmul;
+mod rms_norm;
+pub mod rope;
+mod rows;
+mod silu_mul;
+#[doc(hidden)]
+pub mod simd;
+pub mod vocab_loss;
+
+pub use rms_norm::rms_norm;
+pub use silu_mul::silu_mul;

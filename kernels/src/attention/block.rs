@@ -1,0 +1,349 @@
+//! Attention of draft blocks in training, with gradients.
+//!
+//! Keys and values are `context rows` followed by `block rows`. Block b sees the context rows of its own sequence before
+//! its anchor, and all rows of itself in both directions. Nothing of size [queries, keys] is kept: the backward pass
+//! computes the scores of one row at a time again.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use candle_core::{CpuStorage, CustomOp3, Layout, Result, Shape, Tensor, bail};
+use rayon::prelude::*;
+
+use super::HeadLayout;
+use crate::multiversion;
+use crate::rows::Rows;
+use crate::simd::{axpy, dot, exp_shifted, max};
+
+/// What one block sees.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct BlockSpan {
+    /// Visible context rows.
+    pub context: Range<usize>,
+    /// The block's own rows among the block rows, all visible to each other; a block with no visible key at all
+    /// (`sees_itself` false and an empty context) gives zeros.
+    pub rows: Range<usize>,
+    /// Whether the block's rows see each other.
+    pub sees_itself: bool,
+}
+
+/// The attention pattern of a batch.
+#[derive(Debug, Clone)]
+pub struct BlockAttention {
+    sequences: Arc<[Sequence]>,
+    context_rows: usize,
+    block_rows: usize,
+    heads: HeadLayout,
+}
+
+/// Blocks over one sequence's context; no other sequence touches these rows.
+#[derive(Debug)]
+struct Sequence {
+    context: Range<usize>,
+    rows: Range<usize>,
+    blocks: Vec<BlockSpan>,
+}
+
+impl BlockAttention {
+    /// A pattern of blocks grouped by sequence: per sequence its context rows and its blocks. Sequences follow each other
+    /// in both row dimensions.
+    ///
+    /// # Errors
+    /// When ranges overlap between sequences or lie outside their sequence.
+    pub fn new(sequences: Vec<(Range<usize>, Vec<BlockSpan>)>, heads: HeadLayout) -> Result<Self> {
+        let (mut context_rows, mut block_rows) = (0, 0);
+        let mut checked = Vec::with_capacity(sequences.len());
+        for (context, blocks) in sequences {
+            if context.start != context_rows || context.end < context.start {
+                bail!("context rows {context:?} do not follow row {context_rows}");
+            }
+            context_rows = context.end;
+            let first = block_rows;
+            for block in &blocks {
+                if block.rows.start != block_rows || block.rows.end < block.rows.start {
+                    bail!("block rows {:?} do not follow row {block_rows}", block.rows);
+                }
+                if block.context.start < context.start || block.context.end > context.end {
+                    bail!("block context {:?} lies outside its sequence {context:?}", block.context);
+                }
+                block_rows = block.rows.end;
+            }
+            checked.push(Sequence { context, rows: first..block_rows, blocks });
+        }
+        Ok(Self { sequences: checked.into(), context_rows, block_rows, heads })
+    }
+
+    /// Attends.
+    ///
+    /// # Shapes
+    /// q `[block_rows, heads · head_dim]`; k, v `[context_rows + block_rows, kv_heads · head_dim]` →
+    /// `[block_rows, heads · head_dim]`
+    ///
+    /// # Errors
+    /// When the shapes do not fit the pattern.
+    pub fn forward(&self, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Tensor> {
+        q.apply_op3(k, v, self.clone())
+    }
+
+    fn check(&self, q: &Rows<'_>, k: &Rows<'_>, v: &Rows<'_>) -> Result<()> {
+        let HeadLayout { heads, kv_heads, head_dim } = self.heads;
+        let keys = self.context_rows + self.block_rows;
+        if q.count != self.block_rows
+            || q.cols != heads * head_dim
+            || k.count != keys
+            || v.count != keys
+            || k.cols != kv_heads * head_dim
+            || v.cols != k.cols
+        {
+            bail!(
+                "block attention of {} rows over {keys} keys, {heads}/{kv_heads} heads of {head_dim} got q [{}, {}], k [{}, {}], v [{}, {}]",
+                self.block_rows,
+                q.count,
+                q.cols,
+                k.count,
+                k.cols,
+                v.count,
+                v.cols
+            );
+        }
+        Ok(())
+    }
+
+    /// The two stretches of key rows that a block sees.
+    fn keys(&self, block: &BlockSpan) -> [Range<usize>; 2] {
+        let own = if block.sees_itself { block.rows.clone() } else { 0..0 };
+        [block.context.clone(), self.context_rows + own.start..self.context_rows + own.end]
+    }
+}
+
+fn both(keys: &[Range<usize>; 2]) -> impl Iterator<Item = usize> + use<'_> {
+    keys[0].clone().chain(keys[1].clone())
+}
+
+multiversion! {
+    /// Softmax numerators of one row; returns their sum.
+    fn weights_of_row(q: &[f32], k: Rows<'_>, keys: &[Range<usize>; 2], column: usize, scale: f32, scores: &mut [f32]) -> f32 {
+        let mut next = 0;
+        for range in keys {
+            for key in range.clone() {
+                scores[next] = dot(q, k.part(key, column, q.len())) * scale;
+                next += 1;
+            }
+        }
+        exp_shifted(scores, max(scores))
+    }
+}
+
+multiversion! {
+    fn forward_row(q: &[f32], k: Rows<'_>, v: Rows<'_>, keys: &[Range<usize>; 2], column: usize, scale: f32, scores: &mut [f32], y: &mut [f32]) {
+        let total = weights_of_row(q, k, keys, column, scale, scores);
+        let mut next = 0;
+        for range in keys {
+            for key in range.clone() {
+                axpy(scores[next] / total, v.part(key, column, q.len()), y);
+                next += 1;
+            }
+        }
+    }
+}
+
+multiversion! {
+    /// Adds one row's gradients: dv_j += p_j g, dk_j += s_j q, dq += s_j k_j with s_j = p_j (g·v_j − Σ p g·v) · scale.
+    fn backward_row(q: &[f32], k: Rows<'_>, v: Rows<'_>, grad: &[f32], keys: &[Range<usize>; 2], column: usize, scale: f32,
+        scores: &mut [f32], products: &mut [f32], dq: &mut [f32], dk: &mut [f32], dv: &mut [f32], first_key: &[usize; 2]) {
+        let dim = q.len();
+        let total = weights_of_row(q, k, keys, column, scale, scores);
+        let mut delta = 0f32;
+        let mut next = 0;
+        for range in keys {
+            for key in range.clone() {
+                scores[next] /= total;
+                products[next] = dot(grad, v.part(key, column, dim));
+                delta += scores[next] * products[next];
+                next += 1;
+            }
+        }
+        next = 0;
+        for (range, local) in keys.iter().zip(first_key) {
+            for (i, key) in range.clone().enumerate() {
+                let at = (local + i) * dim;
+                let slope = scores[next] * (products[next] - delta) * scale;
+                axpy(scores[next], grad, &mut dv[at..at + dim]);
+                axpy(slope, q, &mut dk[at..at + dim]);
+                axpy(slope, k.part(key, column, dim), dq);
+                next += 1;
+            }
+        }
+    }
+}
+
+impl CustomOp3 for BlockAttention {
+    fn name(&self) -> &'static str {
+        "block-attention"
+    }
+
+    fn cpu_fwd(
+        &self,
+        q: &CpuStorage,
+        ql: &Layout,
+        k: &CpuStorage,
+        kl: &Layout,
+        v: &CpuStorage,
+        vl: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        let q = Rows::new(self.name(), q, ql)?;
+        let (k, v) = (Rows::new(self.name(), k, kl)?, Rows::new(self.name(), v, vl)?);
+        self.check(&q, &k, &v)?;
+        let HeadLayout { heads, head_dim, .. } = self.heads;
+        let mut spans = vec![None; self.block_rows];
+        for block in self.sequences.iter().flat_map(|s| &s.blocks) {
+            spans[block.rows.clone()].fill(Some(block));
+        }
+        let mut y = vec![0f32; self.block_rows * heads * head_dim];
+        y.par_chunks_exact_mut(heads * head_dim).zip(&spans).enumerate().for_each_init(
+            Vec::new,
+            |scores: &mut Vec<f32>, (row, (y, block))| {
+                let Some(block) = block else { return };
+                let keys = self.keys(block);
+                scores.resize(both(&keys).count(), 0.0);
+                if scores.is_empty() {
+                    return;
+                }
+                for (head, y) in y.chunks_exact_mut(head_dim).enumerate() {
+                    let column = head / self.heads.group() * head_dim;
+                    let q = q.part(row, head * head_dim, head_dim);
+                    forward_row(q, k, v, &keys, column, self.heads.scale(), scores, y);
+                }
+            },
+        );
+        Ok((CpuStorage::F32(y), Shape::from((self.block_rows, heads * head_dim))))
+    }
+
+    fn bwd(
+        &self,
+        q: &Tensor,
+        k: &Tensor,
+        v: &Tensor,
+        _res: &Tensor,
+        grad: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+        // Gradients of q, k and v come out of one pass; the custom operation returns them side by side in one tensor.
+        let HeadLayout { heads, kv_heads, head_dim } = self.heads;
+        let op = BlockAttentionBackward { pattern: self.clone(), grad: grad.contiguous()? };
+        let all = q.apply_op3_no_bwd(k, v, &op)?;
+        let (keys, width) = (self.context_rows + self.block_rows, kv_heads * head_dim);
+        let (nq, nk) = (self.block_rows * heads * head_dim, keys * width);
+        Ok((
+            Some(all.narrow(0, 0, nq)?.reshape((self.block_rows, heads * head_dim))?),
+            Some(all.narrow(0, nq, nk)?.reshape((keys, width))?),
+            Some(all.narrow(0, nq + nk, nk)?.reshape((keys, width))?),
+        ))
+    }
+}
+
+struct BlockAttentionBackward {
+    pattern: BlockAttention,
+    grad: Tensor,
+}
+
+/// Gradients of one sequence and one key/value head.
+struct Part {
+    dq: Vec<f32>,
+    dk: Vec<f32>,
+    dv: Vec<f32>,
+}
+
+impl CustomOp3 for BlockAttentionBackward {
+    fn name(&self) -> &'static str {
+        "block-attention-backward"
+    }
+
+    fn cpu_fwd(
+        &self,
+        q: &CpuStorage,
+        ql: &Layout,
+        k: &CpuStorage,
+        kl: &Layout,
+        v: &CpuStorage,
+        vl: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        let pattern = &self.pattern;
+        let (grad_storage, grad_layout) = self.grad.storage_and_layout();
+        let candle_core::Storage::Cpu(grad_storage) = &*grad_storage else { bail!("expected a gradient in host memory") };
+        let grad = Rows::new(self.name(), grad_storage, grad_layout)?;
+        let q = Rows::new(self.name(), q, ql)?;
+        let (k, v) = (Rows::new(self.name(), k, kl)?, Rows::new(self.name(), v, vl)?);
+        pattern.check(&q, &k, &v)?;
+        let HeadLayout { heads, kv_heads, head_dim } = pattern.heads;
+        let group = pattern.heads.group();
+        let tasks: Vec<(&Sequence, usize)> =
+            pattern.sequences.iter().flat_map(|s| (0..kv_heads).map(move |h| (s, h))).collect();
+        let parts: Vec<Part> = tasks
+            .par_iter()
+            .map(|&(sequence, kv_head)| {
+                let (context, own) = (sequence.context.len(), sequence.rows.len());
+                let mut part = Part {
+                    dq: vec![0f32; own * group * head_dim],
+                    dk: vec![0f32; (context + own) * head_dim],
+                    dv: vec![0f32; (context + own) * head_dim],
+                };
+                let (mut scores, mut products) = (Vec::new(), Vec::new());
+                for block in &sequence.blocks {
+                    let keys = pattern.keys(block);
+                    let visible = both(&keys).count();
+                    if visible == 0 {
+                        continue;
+                    }
+                    scores.resize(visible, 0.0);
+                    products.resize(visible, 0.0);
+                    // Where the two stretches start in this sequence's gradient rows.
+                    let first = [
+                        block.context.start - sequence.context.start,
+                        context + block.rows.start - sequence.rows.start,
+                    ];
+                    for row in block.rows.clone() {
+                        for member in 0..group {
+                            let column = (kv_head * group + member) * head_dim;
+                            let at = ((row - sequence.rows.start) * group + member) * head_dim;
+                            backward_row(
+                                q.part(row, column, head_dim),
+                                k,
+                                v,
+                                grad.part(row, column, head_dim),
+                                &keys,
+                                kv_head * head_dim,
+                                pattern.heads.scale(),
+                                &mut scores,
+                                &mut products,
+                                &mut part.dq[at..at + head_dim],
+                                &mut part.dk,
+                                &mut part.dv,
+                                &first,
+                            );
+                        }
+                    }
+                }
+                part
+            })
+            .collect();
+        let keys = pattern.context_rows + pattern.block_rows;
+        let (nq, nk) = (pattern.block_rows * heads * head_dim, keys * kv_heads * head_dim);
+        let mut out = vec![0f32; nq + 2 * nk];
+        let (dq, rest) = out.split_at_mut(nq);
+        let (dk, dv) = rest.split_at_mut(nk);
+        for (&(sequence, kv_head), part) in tasks.iter().zip(&parts) {
+            for (i, row) in sequence.rows.clone().enumerate() {
+                let at = row * heads * head_dim + kv_head * group * head_dim;
+                dq[at..at + group * head_dim]
+                    .copy_from_slice(&part.dq[i * group * head_dim..(i + 1) * group * head_dim]);
+            }
+            let own = sequence.rows.clone().map(|row| pattern.context_rows + row);
+            for (i, key) in sequence.context.clone().chain(own).enumerate() {
+                let at = (key * kv_heads + kv_head) * head_dim;
+                dk[at..at + head_dim].copy_from_slice(&part.dk[i * head_dim..(i + 1) * head_dim]);
+                dv[at..at + head_dim].copy_from_slice(&part.dv[i * head_dim..(i + 1) * head_dim]);
+            }
+        }
+        Ok((CpuStorage::F32(out), Shape::from(nq + 2 * nk)))
+    }
+}

@@ -1,0 +1,178 @@
+//! Attention of the new rows of many sequences over their caches, and the write into the caches.
+//!
+//! A cache tensor is `[slots · capacity, kv_heads · head_dim]`; position p of a sequence in slot s is row
+//! s · capacity + p. Prefill, decode, verification and drafting are the same call with other segments. Every row is
+//! computed in one order of operations that depends on nothing but its own keys.
+
+use std::sync::Arc;
+
+use candle_core::{CpuStorage, CustomOp3, Layout, Result, Shape, Tensor, bail};
+use rayon::prelude::*;
+
+use super::HeadLayout;
+use crate::multiversion;
+use crate::rows::Rows;
+use crate::simd::{axpy, dot, exp_shifted, max};
+
+/// New rows of one sequence.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Segment {
+    /// Cache slot of the sequence.
+    pub slot: usize,
+    /// Position of the first new row.
+    pub start: usize,
+    /// Number of new rows.
+    pub len: usize,
+}
+
+/// Which keys a row sees.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Visibility {
+    /// Positions up to and including its own.
+    Causal,
+    /// All positions before the segment and the whole segment.
+    WholeSegment,
+}
+
+/// One attention call over caches.
+#[derive(Debug, Clone)]
+pub struct RaggedAttention {
+    /// Segments in row order; their lengths add up to the number of query rows.
+    pub segments: Arc<[Segment]>,
+    /// Positions per slot in the caches.
+    pub capacity: usize,
+    /// Head sizes.
+    pub heads: HeadLayout,
+    /// Keys a row sees.
+    pub visibility: Visibility,
+    /// A row at position p sees only keys at positions > p − window (of the segment's start for
+    /// [`Visibility::WholeSegment`]); `None` for all.
+    pub window: Option<usize>,
+}
+
+impl RaggedAttention {
+    /// Attends.
+    ///
+    /// # Shapes
+    /// q `[rows, heads · head_dim]`, caches `[slots · capacity, kv_heads · head_dim]` → `[rows, heads · head_dim]`
+    ///
+    /// # Errors
+    /// When shapes, segments and capacity do not fit each other.
+    pub fn forward(&self, q: &Tensor, k_cache: &Tensor, v_cache: &Tensor) -> Result<Tensor> {
+        q.apply_op3_no_bwd(k_cache, v_cache, self)
+    }
+
+    fn keys_of_row(&self, segment: &Segment, row: usize) -> std::ops::Range<usize> {
+        match self.visibility {
+            Visibility::Causal => {
+                let end = segment.start + row + 1;
+                self.window.map_or(0, |w| end.saturating_sub(w))..end
+            }
+            Visibility::WholeSegment => {
+                self.window.map_or(0, |w| segment.start.saturating_sub(w))..segment.start + segment.len
+            }
+        }
+    }
+}
+
+/// Writes the rows of each segment into the caches at their positions.
+///
+/// # Shapes
+/// rows `[rows, kv_heads · head_dim]`, cache `[slots · capacity, kv_heads · head_dim]`
+///
+/// # Errors
+/// When a segment does not fit into its slot.
+pub fn store(cache: &Tensor, rows: &Tensor, segments: &[Segment], capacity: usize) -> Result<()> {
+    let rows = rows.contiguous()?;
+    let mut first = 0;
+    for segment in segments {
+        if segment.start + segment.len > capacity {
+            bail!("positions {}..{} exceed the cache of {capacity}", segment.start, segment.start + segment.len);
+        }
+        cache.slice_set(&rows.narrow(0, first, segment.len)?, 0, segment.slot * capacity + segment.start)?;
+        first += segment.len;
+    }
+    Ok(())
+}
+
+multiversion! {
+    fn attend(q: &[f32], k: Rows<'_>, v: Rows<'_>, base: usize, keys: std::ops::Range<usize>, column: usize, heads: HeadLayout,
+        scores: &mut [f32], y: &mut [f32]) {
+        let (dim, count, scale) = (heads.head_dim, keys.len(), heads.scale());
+        for (j, key) in keys.clone().enumerate() {
+            let k = k.part(base + key, column, dim);
+            for (head, q) in q.chunks_exact(dim).enumerate() {
+                scores[head * count + j] = dot(q, k) * scale;
+            }
+        }
+        for (head, scores) in scores.chunks_exact_mut(count).enumerate().take(heads.group()) {
+            let total = exp_shifted(scores, max(scores));
+            let y = &mut y[head * dim..(head + 1) * dim];
+            for (j, key) in keys.clone().enumerate() {
+                axpy(scores[j], v.part(base + key, column, dim), y);
+            }
+            for value in y.iter_mut() {
+                *value /= total;
+            }
+        }
+    }
+}
+
+impl CustomOp3 for RaggedAttention {
+    fn name(&self) -> &'static str {
+        "ragged-attention"
+    }
+
+    fn cpu_fwd(
+        &self,
+        q: &CpuStorage,
+        ql: &Layout,
+        k: &CpuStorage,
+        kl: &Layout,
+        v: &CpuStorage,
+        vl: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        let HeadLayout { heads, kv_heads, head_dim } = self.heads;
+        let q = Rows::new(self.name(), q, ql)?;
+        let (k, v) = (Rows::new(self.name(), k, kl)?, Rows::new(self.name(), v, vl)?);
+        let rows: usize = self.segments.iter().map(|s| s.len).sum();
+        if q.count != rows || q.cols != heads * head_dim || k.cols != kv_heads * head_dim || v.cols != k.cols {
+            bail!(
+                "attention of {rows} rows, {heads} heads, {kv_heads} key/value heads of {head_dim} got q {:?}, k {:?}, v {:?}",
+                ql.dims(),
+                kl.dims(),
+                vl.dims()
+            );
+        }
+        let mut places = Vec::with_capacity(rows);
+        let mut work = 0;
+        for segment in self.segments.iter() {
+            if segment.start + segment.len > self.capacity || (segment.slot + 1) * self.capacity > k.count.min(v.count) {
+                bail!("segment {segment:?} lies outside caches of {} rows, capacity {}", k.count, self.capacity);
+            }
+            for row in 0..segment.len {
+                let keys = self.keys_of_row(segment, row);
+                work += keys.len() * heads * head_dim;
+                places.push((segment.slot * self.capacity, keys));
+            }
+        }
+        let width = self.heads.group() * head_dim;
+        let mut y = vec![0f32; rows * heads * head_dim];
+        let run = |scores: &mut Vec<f32>, task: usize, y: &mut [f32]| {
+            let (row, kv_head) = (task / kv_heads, task % kv_heads);
+            let (base, keys) = places[row].clone();
+            if keys.is_empty() {
+                return;
+            }
+            scores.resize(keys.len() * self.heads.group(), 0.0);
+            attend(q.part(row, kv_head * width, width), k, v, base, keys, kv_head * head_dim, self.heads, scores, y);
+        };
+        if work < 1 << 15 {
+            let mut scores = Vec::new();
+            y.chunks_exact_mut(width).enumerate().for_each(|(task, y)| run(&mut scores, task, y));
+        } else {
+            y.par_chunks_exact_mut(width).enumerate().for_each_init(Vec::new, |scores, (task, y)| run(scores, task, y));
+        }
+        Ok((CpuStorage::F32(y), Shape::from((rows, heads * head_dim))))
+    }
+}

@@ -1,0 +1,131 @@
+//! RMSNorm with gradients: y_i = w_i · x_i / √(mean(x²) + ε), per row.
+
+use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor, bail};
+use rayon::prelude::*;
+
+use crate::multiversion;
+use crate::rows::Rows;
+use crate::simd::{dot, sum};
+
+/// Normalises each row of `x` (last dimension) and scales it by `weight`.
+///
+/// # Shapes
+/// `[.., d]`, `[d]` → `[.., d]`
+///
+/// # Errors
+/// When the weight's length is not the row length or a tensor is not f32.
+pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
+    x.apply_op2(weight, RmsNorm { eps: eps as f32 })
+}
+
+struct RmsNorm {
+    eps: f32,
+}
+
+multiversion! {
+    fn forward_row(x: &[f32], weight: &[f32], eps: f32, y: &mut [f32]) {
+        let scale = 1.0 / (dot(x, x) / x.len() as f32 + eps).sqrt();
+        for ((y, x), w) in y.iter_mut().zip(x).zip(weight) {
+            *y = x * scale * w;
+        }
+    }
+}
+
+multiversion! {
+    // dx = s·(g∘w) − x·s³/d·⟨g∘w, x⟩ and dw += g∘x·s, with s = 1/√(mean(x²)+ε)
+    fn backward_row(x: &[f32], weight: &[f32], eps: f32, grad: &[f32], dx: &mut [f32], dw: &mut [f32]) {
+        let scale = 1.0 / (dot(x, x) / x.len() as f32 + eps).sqrt();
+        for ((dx, g), w) in dx.iter_mut().zip(grad).zip(weight) {
+            *dx = g * w;
+        }
+        let projection = dot(dx, x) * scale * scale * scale / x.len() as f32;
+        for ((dx, x), (dw, g)) in dx.iter_mut().zip(x).zip(dw.iter_mut().zip(grad)) {
+            *dx = *dx * scale - x * projection;
+            *dw += g * x * scale;
+        }
+    }
+}
+
+impl CustomOp2 for RmsNorm {
+    fn name(&self) -> &'static str {
+        "rms-norm"
+    }
+
+    fn cpu_fwd(&self, x: &CpuStorage, xl: &Layout, w: &CpuStorage, wl: &Layout) -> Result<(CpuStorage, Shape)> {
+        let x = Rows::new(self.name(), x, xl)?;
+        let weight = Rows::new(self.name(), w, wl)?.row(0);
+        if weight.len() != x.cols {
+            bail!("rms-norm weight has {} elements for rows of {}", weight.len(), x.cols);
+        }
+        let mut y = vec![0f32; x.count * x.cols];
+        let run = |(i, y): (usize, &mut [f32])| forward_row(x.row(i), weight, self.eps, y);
+        if y.len() < 1 << 16 {
+            y.chunks_exact_mut(x.cols).enumerate().for_each(run);
+        } else {
+            y.par_chunks_exact_mut(x.cols).with_min_len(32).enumerate().for_each(run);
+        }
+        Ok((CpuStorage::F32(y), xl.shape().clone()))
+    }
+
+    fn bwd(
+        &self,
+        x: &Tensor,
+        weight: &Tensor,
+        _res: &Tensor,
+        grad: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        let cols = weight.elem_count();
+        let packed = x.apply_op3_no_bwd(weight, &grad.contiguous()?, &RmsNormBackward { eps: self.eps })?;
+        let rows = x.elem_count() / cols;
+        let dx = packed.narrow(0, 0, rows)?.reshape(x.shape())?;
+        let dw = packed.narrow(0, rows, 1)?.reshape(weight.shape())?;
+        Ok((Some(dx), Some(dw)))
+    }
+}
+
+/// Rows 0..n of the result are dx, row n is dw.
+struct RmsNormBackward {
+    eps: f32,
+}
+
+/// Rows per partial sum of dw: fixed, so that the result does not depend on the number of threads.
+const ROWS_PER_PARTIAL: usize = 64;
+
+impl candle_core::CustomOp3 for RmsNormBackward {
+    fn name(&self) -> &'static str {
+        "rms-norm-backward"
+    }
+
+    fn cpu_fwd(
+        &self,
+        x: &CpuStorage,
+        xl: &Layout,
+        w: &CpuStorage,
+        wl: &Layout,
+        g: &CpuStorage,
+        gl: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        let x = Rows::new(self.name(), x, xl)?;
+        let weight = Rows::new(self.name(), w, wl)?.row(0);
+        let grad = Rows::new(self.name(), g, gl)?;
+        let mut out = vec![0f32; (x.count + 1) * x.cols];
+        let (dx, dw) = out.split_at_mut(x.count * x.cols);
+        let partials: Vec<Vec<f32>> = dx
+            .par_chunks_mut(ROWS_PER_PARTIAL * x.cols)
+            .enumerate()
+            .map(|(chunk, dx)| {
+                let mut partial = vec![0f32; x.cols];
+                for (i, dx) in dx.chunks_exact_mut(x.cols).enumerate() {
+                    let row = chunk * ROWS_PER_PARTIAL + i;
+                    backward_row(x.row(row), weight, self.eps, grad.row(row), dx, &mut partial);
+                }
+                partial
+            })
+            .collect();
+        for (column, dw) in dw.iter_mut().enumerate() {
+            let column: Vec<f32> = partials.iter().map(|p| p[column]).collect();
+            *dw = sum(&column);
+        }
+        Ok((CpuStorage::F32(out), Shape::from((x.count + 1, x.cols))))
+    }
+}

@@ -1,0 +1,112 @@
+//! Rotary position embedding with gradient, in the half-split order of Hugging Face checkpoints.
+//!
+//! For each head, (x_i, x_{i+n}) is rotated by the angle position · frequency_i, i < n = rotated/2; dimensions past
+//! `rotated` are left alone (`partial_rotary_factor`). Angles are kept in f32 whatever the weights are stored in.
+
+use std::sync::Arc;
+
+use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, bail};
+use rayon::prelude::*;
+
+use crate::rows::Rows;
+
+/// Inverse frequencies of a model's rotary embedding.
+#[derive(Debug, Clone)]
+pub struct RopeFrequencies {
+    inverse: Arc<[f32]>,
+    head_dim: usize,
+}
+
+impl RopeFrequencies {
+    /// Frequencies given one per rotated pair; `head_dim` is the whole head.
+    pub fn new(inverse: Vec<f32>, head_dim: usize) -> Self {
+        Self { inverse: inverse.into(), head_dim }
+    }
+
+    /// The plain frequencies θ^(−2i/rotated), i < rotated/2.
+    pub fn plain(theta: f64, rotated: usize, head_dim: usize) -> Self {
+        Self::new((0..rotated / 2).map(|i| (1.0 / theta.powf((2 * i) as f64 / rotated as f64)) as f32).collect(), head_dim)
+    }
+
+    /// Cosines and sines of the given positions.
+    pub fn at(&self, positions: &[usize]) -> RopeAngles {
+        let pairs = self.inverse.len();
+        let mut cos = Vec::with_capacity(positions.len() * pairs);
+        let mut sin = Vec::with_capacity(positions.len() * pairs);
+        for &position in positions {
+            for &frequency in self.inverse.iter() {
+                // The product is rounded to f32 as in the reference implementations, the functions of it are not.
+                let angle = f64::from(position as f32 * frequency);
+                cos.push(angle.cos() as f32);
+                sin.push(angle.sin() as f32);
+            }
+        }
+        RopeAngles { cos: cos.into(), sin: sin.into(), pairs, head_dim: self.head_dim, inverse: false }
+    }
+}
+
+/// Rotation of a list of rows, computed once and used by every layer.
+#[derive(Debug, Clone)]
+pub struct RopeAngles {
+    cos: Arc<[f32]>,
+    sin: Arc<[f32]>,
+    pairs: usize,
+    head_dim: usize,
+    inverse: bool,
+}
+
+impl RopeAngles {
+    /// Rotates each head of each row.
+    ///
+    /// # Shapes
+    /// `[rows, heads · head_dim]` → same
+    ///
+    /// # Errors
+    /// When the number of rows is not the number of positions or the width no whole number of heads.
+    pub fn apply(&self, x: &Tensor) -> Result<Tensor> {
+        x.apply_op1(self.clone())
+    }
+}
+
+impl CustomOp1 for RopeAngles {
+    fn name(&self) -> &'static str {
+        "rope"
+    }
+
+    fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
+        let x = Rows::new(self.name(), storage, layout)?;
+        if x.count * self.pairs != self.cos.len() || x.cols % self.head_dim != 0 {
+            bail!(
+                "rope for {} positions and heads of {} got {} rows of {}",
+                self.cos.len() / self.pairs.max(1),
+                self.head_dim,
+                x.count,
+                x.cols
+            );
+        }
+        let mut y = vec![0f32; x.count * x.cols];
+        let run = |(row, y): (usize, &mut [f32])| {
+            y.copy_from_slice(x.row(row));
+            let cos = &self.cos[row * self.pairs..(row + 1) * self.pairs];
+            let sin = &self.sin[row * self.pairs..(row + 1) * self.pairs];
+            for head in y.chunks_exact_mut(self.head_dim) {
+                let (low, high) = head.split_at_mut(self.pairs);
+                for ((a, b), (&c, &s)) in low.iter_mut().zip(high).zip(cos.iter().zip(sin)) {
+                    let s = if self.inverse { -s } else { s };
+                    (*a, *b) = (*a * c - *b * s, *b * c + *a * s);
+                }
+            }
+        };
+        if y.len() < 1 << 16 {
+            y.chunks_exact_mut(x.cols).enumerate().for_each(run);
+        } else {
+            y.par_chunks_exact_mut(x.cols).with_min_len(16).enumerate().for_each(run);
+        }
+        Ok((CpuStorage::F32(y), layout.shape().clone()))
+    }
+
+    fn bwd(&self, _arg: &Tensor, _res: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
+        let inverse = RopeAngles { inverse: !self.inverse, ..self.clone() };
+        Ok(Some(inverse.apply(&grad.contiguous()?)?))
+    }
+}

@@ -1,0 +1,63 @@
+//! Views of candle tensors as rows: `[.., cols]` with contiguous columns and any row stride.
+//!
+//! Slices of a fused projection (`narrow` on the last dimension) are such views, so kernels read them without a copy.
+
+use candle_core::{CpuStorage, Layout, Result, bail};
+
+/// Rows of a float tensor.
+#[derive(Clone, Copy)]
+pub(crate) struct Rows<'a> {
+    data: &'a [f32],
+    stride: usize,
+    /// Number of rows: the product of all dimensions but the last.
+    pub(crate) count: usize,
+    /// Length of one row.
+    pub(crate) cols: usize,
+}
+
+impl<'a> Rows<'a> {
+    /// Reads a tensor's storage as rows.
+    ///
+    /// # Errors
+    /// When the tensor is not f32, has no dimension, or its columns are not contiguous or its rows not evenly spaced.
+    pub(crate) fn new(op: &'static str, storage: &'a CpuStorage, layout: &Layout) -> Result<Self> {
+        let data = storage.as_slice::<f32>()?;
+        let dims = layout.dims();
+        let Some((&cols, leading)) = dims.split_last() else { bail!("{op}: expected a tensor of rows, found a scalar") };
+        let count: usize = leading.iter().product();
+        let strides = layout.stride();
+        if cols > 1 && strides[dims.len() - 1] != 1 {
+            bail!("{op}: columns must be contiguous, found strides {strides:?} for shape {dims:?}");
+        }
+        let stride = match leading.len() {
+            0 => cols,
+            n => {
+                let innermost = strides[n - 1];
+                for i in 0..n - 1 {
+                    if strides[i] != strides[i + 1] * dims[i + 1] {
+                        bail!("{op}: rows must be evenly spaced, found strides {strides:?} for shape {dims:?}");
+                    }
+                }
+                innermost
+            }
+        };
+        Ok(Self { data: &data[layout.start_offset()..], stride, count, cols })
+    }
+
+    /// Rows of a plain slice.
+    pub(crate) fn contiguous(data: &'a [f32], cols: usize) -> Self {
+        Self { data, stride: cols, count: data.len() / cols, cols }
+    }
+
+    /// Row `i`.
+    #[inline]
+    pub(crate) fn row(&self, i: usize) -> &'a [f32] {
+        &self.data[i * self.stride..i * self.stride + self.cols]
+    }
+
+    /// Columns `from..from + len` of row `i`.
+    #[inline]
+    pub(crate) fn part(&self, i: usize, from: usize, len: usize) -> &'a [f32] {
+        &self.data[i * self.stride + from..i * self.stride + from + len]
+    }
+}

@@ -1,0 +1,239 @@
+//! Forward passes against plain f64 loops and gradients against finite differences, over random shapes.
+
+use candle_core::{Device, Result, Tensor, Var};
+use deepspec_kernels::attention::HeadLayout;
+use deepspec_kernels::attention::block::{BlockAttention, BlockSpan};
+use deepspec_kernels::attention::ragged::{RaggedAttention, Segment, Visibility, store};
+use deepspec_kernels::linear::{Packed, Precision};
+use deepspec_kernels::rope::RopeFrequencies;
+use deepspec_kernels::vocab_loss::{LossRow, VocabLoss};
+use deepspec_kernels::{rms_norm, silu_mul};
+use proptest::prelude::*;
+
+/// Values in (−1, 1) from a seed.
+fn random(seed: u64, n: usize) -> Vec<f32> {
+    let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
+    (0..n)
+        .map(|_| {
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            (state >> 40) as f32 / (1 << 23) as f32 - 1.0
+        })
+        .collect()
+}
+
+fn tensor(seed: u64, rows: usize, cols: usize) -> Tensor {
+    Tensor::from_vec(random(seed, rows * cols), (rows, cols), &Device::Cpu).unwrap()
+}
+
+fn values(t: &Tensor) -> Vec<f32> {
+    t.flatten_all().unwrap().to_vec1().unwrap()
+}
+
+/// Compares the gradient of `loss` in every input with central differences at up to 20 entries of each.
+fn check_gradients(inputs: &[Tensor], loss: impl Fn(&[Tensor]) -> Result<Tensor>) {
+    let vars: Vec<Var> = inputs.iter().map(|t| Var::from_tensor(t).unwrap()).collect();
+    let tensors: Vec<Tensor> = vars.iter().map(|v| v.as_tensor().clone()).collect();
+    let scalar = |t: &[Tensor]| values(&loss(t).unwrap()).iter().map(|v| f64::from(*v)).sum::<f64>();
+    let grads = loss(&tensors).unwrap().sum_all().unwrap().backward().unwrap();
+    for (i, var) in vars.iter().enumerate() {
+        let grad = values(grads.get(var).unwrap_or_else(|| panic!("input {i} has no gradient")));
+        let base = values(var);
+        let scale = grad.iter().fold(1e-3f32, |m, g| m.max(g.abs()));
+        for probe in 0..20.min(base.len()) {
+            let at = probe * 7919 % base.len();
+            let difference = |h: f32| {
+                let at_offset = |sign: f32| {
+                    let mut moved = base.clone();
+                    moved[at] += sign * h;
+                    let mut tensors = tensors.clone();
+                    tensors[i] = Tensor::from_vec(moved, var.shape(), &Device::Cpu).unwrap();
+                    scalar(&tensors)
+                };
+                (at_offset(1.0) - at_offset(-1.0)) / (2.0 * f64::from(h))
+            };
+            let expected = difference(1e-2);
+            let error = (f64::from(grad[at]) - expected).abs();
+            assert!(error < 2e-2 * f64::from(scale), "input {i} entry {at}: gradient {}, differences {expected}", grad[at]);
+        }
+    }
+}
+
+/// Σ y · c with fixed random c, so that every output matters differently.
+fn weighted(y: &Tensor) -> Result<Tensor> {
+    let c = Tensor::from_vec(random(99, y.elem_count()), y.shape(), &Device::Cpu)?;
+    (y * c)?.sum_all()
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(16))]
+
+    #[test]
+    fn rms_norm_forward_and_gradient(seed in any::<u64>(), rows in 1usize..70, cols in 2usize..40) {
+        let (x, w) = (tensor(seed, rows, cols), tensor(seed ^ 5, 1, cols).reshape(cols).unwrap());
+        let y = values(&rms_norm(&x, &w, 1e-5).unwrap());
+        let (xs, ws) = (values(&x), values(&w));
+        for r in 0..rows {
+            let row = &xs[r * cols..(r + 1) * cols];
+            let mean = row.iter().map(|v| f64::from(*v).powi(2)).sum::<f64>() / cols as f64;
+            for c in 0..cols {
+                let expected = f64::from(row[c]) / (mean + 1e-5).sqrt() * f64::from(ws[c]);
+                prop_assert!((f64::from(y[r * cols + c]) - expected).abs() < 1e-5);
+            }
+        }
+        check_gradients(&[x, w], |t| weighted(&rms_norm(&t[0], &t[1], 1e-5)?));
+    }
+
+    #[test]
+    fn silu_mul_forward_and_gradient(seed in any::<u64>(), rows in 1usize..9, cols in 1usize..40) {
+        let (g, u) = ((tensor(seed, rows, cols) * 4.0).unwrap(), tensor(seed ^ 5, rows, cols));
+        let y = values(&silu_mul(&g, &u).unwrap());
+        for ((y, g), u) in y.iter().zip(values(&g)).zip(values(&u)) {
+            let expected = f64::from(g) / (1.0 + (-f64::from(g)).exp()) * f64::from(u);
+            prop_assert!((f64::from(*y) - expected).abs() < 1e-5);
+        }
+        check_gradients(&[g, u], |t| weighted(&silu_mul(&t[0], &t[1])?));
+    }
+
+    #[test]
+    fn rope_keeps_norms_and_has_a_gradient(seed in any::<u64>(), rows in 1usize..9, heads in 1usize..4, pairs in 1usize..9, rest in 0usize..3) {
+        let dim = 2 * pairs + 2 * rest;
+        let frequencies = RopeFrequencies::plain(10_000.0, 2 * pairs, dim);
+        let positions: Vec<usize> = (0..rows).map(|i| i * 37 + 3).collect();
+        let angles = frequencies.at(&positions);
+        let x = tensor(seed, rows, heads * dim);
+        let (xs, y) = (values(&x), values(&angles.apply(&x).unwrap()));
+        for (a, b) in xs.chunks(dim).zip(y.chunks(dim)) {
+            let norm = |v: &[f32]| v.iter().map(|v| v * v).sum::<f32>();
+            prop_assert!((norm(a) - norm(b)).abs() < 1e-4);
+            prop_assert_eq!(&a[2 * pairs..], &b[2 * pairs..]);
+        }
+        check_gradients(&[x], |t| weighted(&angles.apply(&t[0])?));
+    }
+
+    #[test]
+    fn block_attention_forward_and_gradient(seed in any::<u64>(), kv_heads in 1usize..3, group in 1usize..4, dim in 1usize..20, size in 1usize..5) {
+        let heads = HeadLayout { heads: kv_heads * group, kv_heads, head_dim: dim };
+        let span = |context, first: usize, sees_itself| BlockSpan { context, rows: first * size..(first + 1) * size, sees_itself };
+        let sequences = vec![
+            (0..7, vec![span(0..3, 0, true), span(2..6, 1, true), span(0..0, 2, false)]),
+            (7..9, vec![span(7..7, 3, true), span(7..9, 4, true)]),
+        ];
+        let blocks: Vec<BlockSpan> = sequences.iter().flat_map(|(_, b)| b.clone()).collect();
+        let (context, rows) = (9, 5 * size);
+        let pattern = BlockAttention::new(sequences, heads).unwrap();
+        let (q, k, v) = (tensor(seed, rows, heads.heads * dim), tensor(seed ^ 1, context + rows, kv_heads * dim), tensor(seed ^ 2, context + rows, kv_heads * dim));
+        let y = values(&pattern.forward(&q, &k, &v).unwrap());
+        let (qs, ks, vs) = (values(&q), values(&k), values(&v));
+        for block in &blocks {
+            for row in block.rows.clone() {
+                let keys: Vec<usize> = block.context.clone().chain(block.rows.clone().filter(|_| block.sees_itself).map(|r| context + r)).collect();
+                for head in 0..heads.heads {
+                    let kv = head / group;
+                    let at = |data: &[f32], r: usize, width: usize, h: usize, d: usize| f64::from(data[r * width + h * dim + d]);
+                    let scores: Vec<f64> = keys.iter().map(|&key| (0..dim).map(|d| at(&qs, row, heads.heads * dim, head, d) * at(&ks, key, kv_heads * dim, kv, d)).sum::<f64>() / (dim as f64).sqrt()).collect();
+                    let total: f64 = scores.iter().map(|s| s.exp()).sum();
+                    for d in 0..dim {
+                        let expected: f64 = keys.iter().zip(&scores).map(|(&key, s)| s.exp() / total * at(&vs, key, kv_heads * dim, kv, d)).sum();
+                        let got = f64::from(y[row * heads.heads * dim + head * dim + d]);
+                        prop_assert!((got - expected).abs() < 1e-5, "row {} head {}: {} against {}", row, head, got, expected);
+                    }
+                }
+            }
+        }
+        check_gradients(&[q, k, v], |t| weighted(&pattern.forward(&t[0], &t[1], &t[2])?));
+    }
+
+    #[test]
+    fn ragged_attention_sees_its_cache_and_nothing_else(seed in any::<u64>(), past_a in 0usize..9, past_b in 0usize..9, new_a in 1usize..5, new_b in 1usize..5, window in prop::option::of(1usize..6), causal in any::<bool>()) {
+        let heads = HeadLayout { heads: 4, kv_heads: 2, head_dim: 8 };
+        let capacity = 16;
+        let (k_cache, v_cache) = (tensor(seed, 3 * capacity, 16), tensor(seed ^ 1, 3 * capacity, 16));
+        let segments = [Segment { slot: 2, start: past_a, len: new_a }, Segment { slot: 0, start: past_b, len: new_b }];
+        let rows = new_a + new_b;
+        let (k, v) = (tensor(seed ^ 2, rows, 16), tensor(seed ^ 3, rows, 16));
+        store(&k_cache, &k, &segments, capacity).unwrap();
+        store(&v_cache, &v, &segments, capacity).unwrap();
+        let q = tensor(seed ^ 4, rows, 32);
+        let visibility = if causal { Visibility::Causal } else { Visibility::WholeSegment };
+        let op = RaggedAttention { segments: segments.into(), capacity, heads, visibility, window };
+        let y = values(&op.forward(&q, &k_cache, &v_cache).unwrap());
+        let (qs, ks, vs) = (values(&q), values(&k_cache), values(&v_cache));
+        let mut row = 0;
+        for segment in segments {
+            for i in 0..segment.len {
+                let (first, last) = if causal {
+                    let end = segment.start + i + 1;
+                    (window.map_or(0, |w| end.saturating_sub(w)), end)
+                } else {
+                    (window.map_or(0, |w| segment.start.saturating_sub(w)), segment.start + segment.len)
+                };
+                for head in 0..4 {
+                    let at = |data: &[f32], p: usize, d: usize| f64::from(data[(segment.slot * capacity + p) * 16 + head / 2 * 8 + d]);
+                    let scores: Vec<f64> = (first..last).map(|p| (0..8).map(|d| f64::from(qs[row * 32 + head * 8 + d]) * at(&ks, p, d)).sum::<f64>() / 8f64.sqrt()).collect();
+                    let total: f64 = scores.iter().map(|s| s.exp()).sum();
+                    for d in 0..8 {
+                        let expected: f64 = (first..last).zip(&scores).map(|(p, s)| s.exp() / total * at(&vs, p, d)).sum();
+                        prop_assert!((f64::from(y[row * 32 + head * 8 + d]) - expected).abs() < 1e-5);
+                    }
+                }
+                row += 1;
+            }
+        }
+        // A row's result does not depend on the other segment.
+        let alone = RaggedAttention { segments: [segments[1]].into(), ..op };
+        let y_alone = values(&alone.forward(&q.narrow(0, new_a, new_b).unwrap(), &k_cache, &v_cache).unwrap());
+        prop_assert_eq!(&y[new_a * 32..], &y_alone[..]);
+    }
+
+    #[test]
+    fn vocab_loss_matches_f64_and_finite_differences(seed in any::<u64>(), rank in 0usize..4, kl_temperature in prop::sample::select(vec![1.0f32, 2.0]), with_target in any::<bool>()) {
+        let (vocab, width, count, positions) = (37, 6, 5, 4);
+        let head = tensor(seed, vocab, width);
+        let hidden = (tensor(seed ^ 1, count, width) * 2.0).unwrap();
+        let latent = tensor(seed ^ 2, count, rank);
+        let w2 = tensor(seed ^ 3, vocab, rank);
+        let target = (tensor(seed ^ 4, positions, width) * 2.0).unwrap();
+        let rows: Vec<LossRow> = [(0, 3), (1, 0), (3, 3), (4, 1)].iter().map(|&(row, target)| {
+            let side = if with_target { 1.0 } else { 0.0 };
+            LossRow { row, target, label: (row * 11 % vocab) as u32, ce: 0.3 + row as f32 * 0.1, tv: 0.7 * side, kl: 0.4 * side }
+        }).collect();
+        let packed = std::sync::Arc::new(Packed::new(&[&values(&head)], width, None, Precision::F32).unwrap());
+        let run = |t: &[Tensor]| VocabLoss {
+            lm_head: packed.clone(), lm_head_weight: head.clone(), rows: rows.clone(), kl_temperature, with_target,
+        }.forward(&t[0], &t[1], &t[2], &target);
+        let inputs = [hidden.clone(), latent.clone(), w2.clone()];
+        let out = run(&inputs).unwrap();
+        let (e, h, m, w, th) = (values(&head), values(&hidden), values(&latent), values(&w2), values(&target));
+        let softmax = |logits: &[f64], t: f64| -> Vec<f64> {
+            let total: f64 = logits.iter().map(|u| (u / t).exp()).sum();
+            logits.iter().map(|u| (u / t).exp() / total).collect()
+        };
+        let mut expected_loss = 0.0;
+        for (row, terms) in rows.iter().zip(&out.terms) {
+            let product = |x: &[f32], at: usize, v: usize| (0..width).map(|d| f64::from(x[at * width + d]) * f64::from(e[v * width + d])).sum::<f64>();
+            let u: Vec<f64> = (0..vocab).map(|v| product(&h, row.row, v) + (0..rank).map(|d| f64::from(m[row.row * rank + d]) * f64::from(w[v * rank + d])).sum::<f64>()).collect();
+            let t: Vec<f64> = (0..vocab).map(|v| product(&th, row.target, v)).collect();
+            let (p, q) = (softmax(&u, 1.0), softmax(&t, 1.0));
+            let ce = -p[row.label as usize].ln();
+            prop_assert!((f64::from(terms.ce) - ce).abs() < 1e-4);
+            expected_loss += f64::from(row.ce) * ce;
+            if with_target {
+                let tv: f64 = p.iter().zip(&q).map(|(p, q)| (p - q).abs()).sum();
+                let (pt, qt) = (softmax(&u, f64::from(kl_temperature)), softmax(&t, f64::from(kl_temperature)));
+                let kl: f64 = pt.iter().zip(&qt).map(|(p, q)| q * (q / p).ln()).sum();
+                prop_assert!((f64::from(terms.tv) - tv).abs() < 1e-4);
+                prop_assert!((f64::from(terms.kl) - kl).abs() < 1e-4);
+                expected_loss += f64::from(row.tv) * tv + f64::from(row.kl) * kl;
+            }
+        }
+        prop_assert!((f64::from(values(&out.loss)[0]) - expected_loss).abs() < 1e-4 * expected_loss.abs().max(1.0));
+        let checked = if rank == 0 { 1 } else { 3 };
+        check_gradients(&inputs[..checked], |t| {
+            let mut all = inputs.to_vec();
+            all[..checked].clone_from_slice(t);
+            Ok(run(&all)?.loss)
+        });
+    }
+}
