@@ -1,1 +1,17 @@
-//! deepspec-models
+//! Target models, drafters, losses and the rules of speculative decoding: tensors in, tensors out.
+//!
+//! This crate reads weights and configurations, but no clock, environment, recipe or text.
+
+pub mod checkpoint;
+pub mod config;
+pub mod draft;
+pub mod error;
+pub mod gguf;
+pub mod kv_cache;
+pub mod loss;
+pub mod optimizer;
+pub mod speculate;
+pub mod target;
+pub mod weights;
+
+pub use error::{Error, Result};

@@ -1,1 +1,11 @@
-//! deepspec-stages
+//! What the commands do: prepare, train, eval, quickstart, and the one decoding engine that they share.
+//!
+//! Each stage takes a [`recipe::Recipe`], a run folder and a [`progress::Context`], and returns a typed outcome. Nothing
+//! here prints, exits or reads the environment.
+
+pub mod error;
+pub mod eval;
+pub mod progress;
+pub mod train;
+
+pub use error::{Error, Fault, Result};

@@ -1,0 +1,363 @@
+//! Conversation to token ids and loss mask: the one renderer for regeneration, the target cache, evaluation and serving,
+//! so that the tokens before the first supervised one are those that serving sends to the model.
+//!
+//! Content is data. The text of a control token inside a message never becomes that token: before rendering, each such
+//! text is broken by a *sentinel*, a noncharacter that the conversation does not hold; the rendered text is split at the
+//! control tokens that the template wrote, and the sentinels are taken out of the pieces between, which are encoded with
+//! control tokens off. A template that itself looks for control text in the content renders the broken text otherwise than
+//! the plain one; the two are compared, and such a conversation is refused.
+//!
+//! The loss mask comes from rendering twice: the text of an answer lies between the rendering of all messages before it,
+//! generation prompt included, and the rendering up to and with it. What the generation prompt gives, such as an empty
+//! think block, is thus never supervised, while the token that ends the turn is. Text that follows that token is not.
+
+mod sentinel;
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use serde_json::Value;
+
+use crate::chat_template::ChatTemplate;
+use crate::conversation::{Message, Role};
+use crate::error::Error;
+use crate::tokenizer::{Segment, Spanned, Tokenizer};
+
+/// Which answers of a conversation are supervised.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LossOn {
+    /// Every answer.
+    All,
+    /// Only the last one.
+    Last,
+}
+
+/// A conversation as tokens.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Rendered {
+    /// Token ids.
+    pub ids: Vec<u32>,
+    /// 1 for each supervised token, else 0; as long as `ids`.
+    pub loss_mask: Vec<u8>,
+    /// The supervised answers, in order.
+    pub spans: Vec<AnswerSpan>,
+    /// Answers that were to be supervised and could not be, since the template prints them otherwise in history than
+    /// after its generation prompt; indices of messages.
+    pub unsupervised: Vec<usize>,
+}
+
+/// Tokens of one supervised answer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct AnswerSpan {
+    /// Index of the message.
+    pub message: usize,
+    /// Indices of tokens, end-of-turn token included.
+    pub tokens: Range<usize>,
+}
+
+/// Renders conversations for one target.
+#[derive(Clone, Debug)]
+pub struct Renderer {
+    template: Arc<ChatTemplate>,
+    tokenizer: Tokenizer,
+    stop_ids: Vec<u32>,
+    end_of_turn: u32,
+    enable_thinking: Option<bool>,
+}
+
+/// A rendered text without sentinels, split at the control tokens of the template.
+struct Text {
+    plain: String,
+    segments: Vec<Segment>,
+}
+
+/// Bytes of one answer in a rendered text.
+struct AnswerText {
+    message: usize,
+    bytes: Range<usize>,
+}
+
+impl Renderer {
+    /// Joins a template and a tokenizer. `stop_ids` are the ids that end generation; the control token with which the
+    /// template ends an answer is added to them. Thinking is off; see [`Renderer::with_thinking`].
+    ///
+    /// # Errors
+    /// [`Error::NoEndOfTurn`] if neither the stop ids nor the template give a token that ends a turn,
+    /// [`Error::ContextDependentTokenizer`] for a tokenizer whose pieces can't be encoded apart, or the template's error
+    /// on a conversation of two turns.
+    pub fn new(template: ChatTemplate, tokenizer: Tokenizer, stop_ids: &[u32]) -> Result<Self, Error> {
+        check_pieces(&tokenizer)?;
+        let mut stop_ids = stop_ids.to_vec();
+        let mut renderer = Renderer {
+            template: Arc::new(template),
+            tokenizer,
+            stop_ids: Vec::new(),
+            end_of_turn: 0,
+            enable_thinking: Some(false),
+        };
+        const ANSWER: &str = "deepspec";
+        let probe = [Message::new(Role::User, "a"), Message::new(Role::Assistant, ANSWER)];
+        let text = renderer.text(&probe, None, false)?;
+        let after = text.plain.rfind(ANSWER).ok_or(Error::AnswerNotFound)? + ANSWER.len();
+        let ends = text.segments.iter().find(|segment| segment.range.start >= after && segment.special.is_some());
+        let end_of_turn = ends.and_then(|segment| segment.special).or(stop_ids.first().copied());
+        renderer.end_of_turn = end_of_turn.ok_or(Error::NoEndOfTurn)?;
+        if !stop_ids.contains(&renderer.end_of_turn) {
+            stop_ids.push(renderer.end_of_turn);
+        }
+        renderer.stop_ids = stop_ids;
+        Ok(renderer)
+    }
+
+    /// Sets what templates read as `enable_thinking`; `None` leaves it undefined.
+    #[must_use]
+    pub fn with_thinking(mut self, enable_thinking: Option<bool>) -> Self {
+        self.enable_thinking = enable_thinking;
+        self
+    }
+
+    /// The ids that end generation.
+    pub fn stop_ids(&self) -> &[u32] {
+        &self.stop_ids
+    }
+
+    /// The token with which the template ends an answer.
+    pub fn end_of_turn(&self) -> u32 {
+        self.end_of_turn
+    }
+
+    /// The tokenizer.
+    pub fn tokenizer(&self) -> &Tokenizer {
+        &self.tokenizer
+    }
+
+    /// The template.
+    pub fn template(&self) -> &ChatTemplate {
+        &self.template
+    }
+
+    /// The serving prompt: all messages, then the generation prompt.
+    ///
+    /// # Errors
+    /// Those of the template and the tokenizer.
+    pub fn render_prompt(&self, messages: &[Message], tools: Option<&Value>) -> Result<Vec<u32>, Error> {
+        let tokens = self.encode(&self.text(messages, tools, true)?, &[])?;
+        Ok(tokens.into_iter().map(|(id, _)| id).collect())
+    }
+
+    /// A conversation that ends with an answer, as tokens with a loss mask. The ids before the first supervised token
+    /// are those of [`Renderer::render_prompt`] for the messages before that answer: tokens are broken where a
+    /// supervised answer starts, as they are in serving.
+    ///
+    /// An answer that the template prints otherwise in history than after its generation prompt can't be supervised and
+    /// is listed in [`Rendered::unsupervised`]. If that is so for the last answer, the serving prompt, the answer's text
+    /// and the end-of-turn token are put together.
+    ///
+    /// # Errors
+    /// [`Error::WrongLastTurn`], [`Error::NothingSupervised`], and those of the template and the tokenizer.
+    pub fn render_conversation(
+        &self,
+        messages: &[Message],
+        tools: Option<&Value>,
+        loss_on: LossOn,
+    ) -> Result<Rendered, Error> {
+        let last = last_turn(messages, Role::Assistant)?;
+        let full = self.text(messages, tools, false)?;
+        let Some(last_bytes) = self.answer_in(&full, messages, last, tools) else {
+            return self.render_last_alone(messages, tools, loss_on);
+        };
+        let (mut answers, unsupervised) = match loss_on {
+            LossOn::All => self.answers_in(&full, messages, last, tools),
+            LossOn::Last => (Vec::new(), Vec::new()),
+        };
+        answers.push(AnswerText { message: last, bytes: last_bytes });
+        let cuts: Vec<usize> = answers.iter().map(|answer| answer.bytes.start).collect();
+        let tokens = self.encode(&full, &cuts)?;
+        masked(tokens, &answers, unsupervised)
+    }
+
+    /// A conversation that ends with a user turn, and the answer that was generated for it: the serving prompt's ids,
+    /// then the answer's own ids, supervised. If the answer is `finished`, its last id is the stop token, supervised
+    /// too; if it was cut short, the end-of-turn token is added and not supervised. With [`LossOn::All`], earlier
+    /// answers are supervised as far as whole tokens of the prompt lie in them.
+    ///
+    /// # Errors
+    /// [`Error::WrongLastTurn`], [`Error::NothingSupervised`] for an empty answer, and those of template and tokenizer.
+    pub fn render_sample(
+        &self,
+        messages: &[Message],
+        tools: Option<&Value>,
+        answer_ids: &[u32],
+        finished: bool,
+        loss_on: LossOn,
+    ) -> Result<Rendered, Error> {
+        let last = last_turn(messages, Role::User)?;
+        if answer_ids.is_empty() {
+            return Err(Error::NothingSupervised);
+        }
+        let prompt = self.text(messages, tools, true)?;
+        let (answers, unsupervised) = match loss_on {
+            LossOn::All => self.answers_in(&prompt, messages, last, tools),
+            LossOn::Last => (Vec::new(), Vec::new()),
+        };
+        let tokens = self.encode(&prompt, &[])?;
+        let mut rendered = mask(tokens, &answers, unsupervised);
+        let start = rendered.ids.len();
+        rendered.ids.extend_from_slice(answer_ids);
+        rendered.loss_mask.resize(rendered.ids.len(), 1);
+        rendered.spans.push(AnswerSpan { message: messages.len(), tokens: start..rendered.ids.len() });
+        if !finished {
+            rendered.ids.push(self.end_of_turn);
+            rendered.loss_mask.push(0);
+        }
+        Ok(rendered)
+    }
+
+    /// The last answer right after its serving prompt, for templates that print it in another way.
+    fn render_last_alone(
+        &self,
+        messages: &[Message],
+        tools: Option<&Value>,
+        loss_on: LossOn,
+    ) -> Result<Rendered, Error> {
+        let (last, before) = messages.split_last().ok_or(Error::NothingSupervised)?;
+        if last.content.trim().is_empty() || last.tool_calls.is_some() {
+            return Err(Error::AnswerNotFound);
+        }
+        let mut ids = self.render_prompt(before, tools)?;
+        let start = ids.len();
+        ids.extend(self.tokenizer.encode_text(last.content.trim())?);
+        ids.push(self.end_of_turn);
+        let mut loss_mask = vec![0; start];
+        loss_mask.resize(ids.len(), 1);
+        let earlier = before.iter().enumerate().filter(|(_, message)| message.role == Role::Assistant);
+        Ok(Rendered {
+            spans: vec![AnswerSpan { message: before.len(), tokens: start..ids.len() }],
+            ids,
+            loss_mask,
+            unsupervised: match loss_on {
+                LossOn::All => earlier.map(|(index, _)| index).collect(),
+                LossOn::Last => Vec::new(),
+            },
+        })
+    }
+
+    /// Finds the answers before message `end` in a text, and the indices of those that can't be found.
+    fn answers_in(
+        &self,
+        text: &Text,
+        messages: &[Message],
+        end: usize,
+        tools: Option<&Value>,
+    ) -> (Vec<AnswerText>, Vec<usize>) {
+        let mut found = Vec::new();
+        let mut missing = Vec::new();
+        for (index, _) in messages[..end].iter().enumerate().filter(|(_, message)| message.role == Role::Assistant) {
+            match self.answer_in(text, messages, index, tools) {
+                Some(bytes) => found.push(AnswerText { message: index, bytes }),
+                None => missing.push(index),
+            }
+        }
+        (found, missing)
+    }
+
+    /// The bytes of one answer in a text. `None` if the text does not continue the answer's own prompt, or if the
+    /// template refuses to render that prompt.
+    fn answer_in(
+        &self,
+        text: &Text,
+        messages: &[Message],
+        index: usize,
+        tools: Option<&Value>,
+    ) -> Option<Range<usize>> {
+        let before = self.text(&messages[..index], tools, true).ok()?;
+        let with = self.text(&messages[..=index], tools, false).ok()?;
+        if !text.plain.starts_with(&with.plain) || !with.plain.starts_with(&before.plain) {
+            return None;
+        }
+        let bytes = before.plain.len()..with.plain.len();
+        let inside = |segment: &&Segment| bytes.start <= segment.range.start && segment.range.end <= bytes.end;
+        let is_stop = |segment: &&Segment| segment.special.is_some_and(|id| self.stop_ids.contains(&id));
+        let stop = text.segments.iter().filter(inside).find(is_stop);
+        Some(bytes.start..stop.map_or(bytes.end, |segment| segment.range.end))
+    }
+
+    /// Renders messages with their control text broken, and takes the text apart.
+    fn text(&self, messages: &[Message], tools: Option<&Value>, prompt: bool) -> Result<Text, Error> {
+        let render = |messages: &[Message], tools: Option<&Value>| {
+            self.template.render(messages, tools, prompt, self.enable_thinking)
+        };
+        let Some(marked) = sentinel::mark(&self.tokenizer, self.template.source(), messages, tools)? else {
+            let plain = render(messages, tools)?;
+            return Ok(Text { segments: self.tokenizer.segments(&plain), plain });
+        };
+        let text = render(&marked.messages, marked.tools.as_ref())?;
+        let (plain, data) = marked.remove(&text);
+        if plain != render(messages, tools)? {
+            return Err(Error::ControlTextInContent);
+        }
+        let is_data = |range: &Range<usize>| sentinel::is_broken(&data, range);
+        Ok(Text { segments: self.tokenizer.segments_unless(&plain, is_data), plain })
+    }
+
+    /// Encodes a text piece by piece, cutting pieces at the given bytes.
+    fn encode(&self, text: &Text, cuts: &[usize]) -> Result<Vec<Spanned>, Error> {
+        let mut tokens = Vec::new();
+        for segment in &text.segments {
+            if let Some(id) = segment.special {
+                tokens.push((id, segment.range.clone()));
+                continue;
+            }
+            let Range { mut start, end } = segment.range;
+            let inner = cuts.iter().copied().filter(|cut| segment.range.start < *cut && *cut < end);
+            for stop in inner.chain([end]) {
+                for (id, range) in self.tokenizer.encode_spanned(&text.plain[start..stop])? {
+                    tokens.push((id, start + range.start..start + range.end));
+                }
+                start = stop;
+            }
+        }
+        Ok(tokens)
+    }
+}
+
+/// The index of the last message, if its role is right.
+fn last_turn(messages: &[Message], role: Role) -> Result<usize, Error> {
+    match messages.last() {
+        Some(last) if last.role == role => Ok(messages.len() - 1),
+        other => Err(Error::WrongLastTurn {
+            expected: role.as_str(),
+            found: other.map_or("nothing", |message| message.role.as_str()),
+        }),
+    }
+}
+
+/// Marks the tokens that lie wholly in an answer.
+fn mask(tokens: Vec<Spanned>, answers: &[AnswerText], unsupervised: Vec<usize>) -> Rendered {
+    let mut loss_mask = vec![0; tokens.len()];
+    let mut spans = Vec::new();
+    for answer in answers {
+        let first = tokens.partition_point(|(_, bytes)| bytes.start < answer.bytes.start);
+        let end = tokens.partition_point(|(_, bytes)| bytes.end <= answer.bytes.end);
+        if first < end {
+            loss_mask[first..end].fill(1);
+            spans.push(AnswerSpan { message: answer.message, tokens: first..end });
+        }
+    }
+    Rendered { ids: tokens.into_iter().map(|(id, _)| id).collect(), loss_mask, spans, unsupervised }
+}
+
+fn masked(tokens: Vec<Spanned>, answers: &[AnswerText], unsupervised: Vec<usize>) -> Result<Rendered, Error> {
+    let rendered = mask(tokens, answers, unsupervised);
+    if rendered.spans.is_empty() { Err(Error::NothingSupervised) } else { Ok(rendered) }
+}
+
+/// Text after a control token must encode as it does alone; tokenizers that put a space before the first word do not.
+fn check_pieces(tokenizer: &Tokenizer) -> Result<(), Error> {
+    const PROBE: &str = "user one two";
+    let Some(special) = tokenizer.special_tokens().first() else { return Ok(()) };
+    let decoded = tokenizer.decode(&tokenizer.encode_text(PROBE)?, false);
+    let whole = tokenizer.encode_whole(&format!("{}{PROBE}", special.text))?;
+    let apart: Vec<u32> = [special.id].into_iter().chain(tokenizer.encode_text(PROBE)?).collect();
+    if decoded != PROBE || whole != apart { Err(Error::ContextDependentTokenizer) } else { Ok(()) }
+}

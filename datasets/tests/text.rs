@@ -1,0 +1,23 @@
+//! Tests of the text side through its public interface: rows, tokenizer, templates, renderer, evaluation sets.
+#![expect(clippy::unwrap_used, clippy::print_stdout, reason = "helpers of tests fail and speak as tests do")]
+
+#[path = "text/conversations.rs"]
+mod conversations;
+#[path = "text/environment.rs"]
+mod environment;
+#[path = "text/eval_sets.rs"]
+mod eval_sets;
+#[path = "text/gguf.rs"]
+mod gguf;
+#[path = "text/messy.rs"]
+mod messy;
+#[path = "text/rendering.rs"]
+mod rendering;
+#[path = "text/smollm2.rs"]
+mod smollm2;
+#[path = "text/templates.rs"]
+mod templates;
+#[path = "text/tokens.rs"]
+mod tokens;
+#[path = "text/vocabulary.rs"]
+mod vocabulary;

@@ -1,0 +1,60 @@
+//! Evaluation sets and the shuffle they are drawn by.
+
+use deepspec_datasets::Error;
+use deepspec_datasets::benchmarks::{PythonRandom, load_eval_set};
+
+#[test]
+fn shuffles_as_python_does() {
+    let shuffled = |seed, count: usize| {
+        let mut items: Vec<usize> = (0..count).collect();
+        PythonRandom::new(seed).shuffle(&mut items);
+        items
+    };
+    // Printed by random.Random(seed).shuffle in Python 3.
+    assert_eq!(shuffled(0, 10), [7, 8, 1, 5, 3, 4, 2, 0, 9, 6]);
+    assert_eq!(shuffled(980_406, 12), [2, 1, 0, 7, 10, 5, 4, 8, 6, 9, 11, 3]);
+    assert_eq!(shuffled((1 << 40) + 7, 9), [0, 5, 2, 3, 6, 1, 8, 4, 7]);
+    assert_eq!(shuffled(980_406, 1319)[..6], [435, 902, 303, 1168, 403, 611]);
+    let weighted: usize = shuffled(42, 1000).iter().enumerate().map(|(i, x)| i * x).sum();
+    assert_eq!(weighted, 250_181_598, "more draws than one refill of the generator");
+    assert_eq!(shuffled(1, 1), [0]);
+    assert!(shuffled(1, 0).is_empty());
+}
+
+#[test]
+fn a_set_is_shuffled_only_when_it_is_cut() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("toy.jsonl");
+    let mut rows: Vec<String> =
+        (0..10).map(|n| format!("{{\"turns\": [\"q{n}\", \"r\"], \"domain\": \"d\"}}")).collect();
+    rows.push("{\"turns\": []}".to_owned());
+    fs_err::write(&path, rows.join("\n")).unwrap();
+    let firsts = |limit| {
+        let set = load_eval_set(&path, limit, 0).unwrap();
+        assert_eq!(set.name, "toy");
+        assert_eq!(set.rejects.len(), 1);
+        assert_eq!(set.rejects[0].line, 11);
+        assert!(set.prompts.iter().enumerate().all(|(index, prompt)| prompt.index == index));
+        set.prompts.into_iter().map(|prompt| prompt.turns[0].clone()).collect::<Vec<_>>()
+    };
+    assert_eq!(firsts(None)[..2], ["q0", "q1"]);
+    assert_eq!(firsts(Some(10))[..2], ["q0", "q1"]);
+    assert_eq!(firsts(Some(3)), ["q7", "q8", "q1"]);
+
+    fs_err::write(&path, "{\"turns\": []}\n7\n").unwrap();
+    match load_eval_set(&path, None, 0).unwrap_err() {
+        Error::NoPrompts { rejected: 2, line: 1, reason, .. } => assert!(reason.contains("no user turn")),
+        other => panic!("{other}"),
+    }
+}
+
+#[test]
+fn messages_keep_their_system_prompt() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("chat.jsonl");
+    fs_err::write(&path, r#"{"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]}"#)
+        .unwrap();
+    let set = load_eval_set(&path, Some(5), 1).unwrap();
+    assert_eq!(set.prompts[0].system.as_deref(), Some("s"));
+    assert_eq!(set.prompts[0].turns, ["u"]);
+}

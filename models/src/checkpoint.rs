@@ -1,0 +1,153 @@
+//! Checkpoints in Hugging Face layout: a folder with `config.json` and `model.safetensors`, replaced as a whole or not at all.
+//!
+//! A drafter's tensors carry no prefix: `embed_tokens.weight`, `fc.weight`, `layers.0.self_attn.q_proj.weight`,
+//! `markov_head.markov_w1.weight`, … Called by training, export and tests.
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+
+use candle_core::{DType, Device, Tensor};
+use serde_json::Value;
+
+use crate::config::read_json;
+use crate::error::{Error, Result};
+use crate::weights::{SINGLE_FILE, Weights};
+
+/// Writes `config.json` and `model.safetensors` as the folder `dir`, replacing one of that name.
+///
+/// # Errors
+/// A tensor is not f32, f16 or bf16, two share a name, or the disk refuses; `dir` is then as it was.
+pub fn save(dir: impl AsRef<Path>, config: &Value, tensors: &[(impl AsRef<str>, Tensor)]) -> Result<()> {
+    replace_folder(dir, |folder| {
+        write_json(&folder.join("config.json"), config)?;
+        write_tensors(&folder.join(SINGLE_FILE), tensors)
+    })
+}
+
+/// Reads a checkpoint's `config.json` and opens its weights; the model then takes each tensor strictly.
+///
+/// # Errors
+/// A file is missing or damaged.
+pub fn load(dir: impl AsRef<Path>, dtype: DType, device: &Device) -> Result<(Value, Weights)> {
+    let mut dir = dir.as_ref().to_path_buf();
+    if !dir.is_dir() {
+        // A crash in the middle of an exchange leaves the last whole checkpoint here; the next save puts it back.
+        dir = Some(beside(&dir, "previous")?)
+            .filter(|aside| aside.is_dir())
+            .ok_or(Error::NotAModel { path: dir, expected: "a checkpoint folder" })?;
+    }
+    Ok((read_json(&dir.join("config.json"))?, Weights::from_folder(dir, dtype, device)?))
+}
+
+/// Makes the folder `dir` out of what `write` puts into an empty folder beside it, so that a crash leaves either the old content or
+/// the new one. Files are flushed to the disk before the exchange.
+///
+/// # Errors
+/// `write` fails or the disk refuses; `dir` is then as it was.
+pub fn replace_folder(dir: impl AsRef<Path>, write: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
+    let dir = dir.as_ref();
+    if dir.is_file() {
+        return Err(Error::NotAModel { path: dir.into(), expected: "a folder, found a file" });
+    }
+    settle(dir)?;
+    let fresh = beside(dir, &format!("{}.partial", std::process::id()))?;
+    let parent = dir.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    fs_err::create_dir_all(parent)?;
+    if fresh.exists() {
+        fs_err::remove_dir_all(&fresh)?;
+    }
+    fs_err::create_dir(&fresh)?;
+    let swapped = write(&fresh).and_then(|()| {
+        sync_folder(&fresh)?;
+        exchange(&fresh, dir)
+    });
+    if swapped.is_err() {
+        // The first error is the one to report; a leftover folder is removed by the next attempt.
+        let _ = fs_err::remove_dir_all(&fresh);
+    }
+    swapped?;
+    fs_err::File::open(parent)?.sync_all()?;
+    Ok(())
+}
+
+/// Writes tensors as one safetensors file, flushed to the disk. The bytes depend on names and values only.
+///
+/// # Errors
+/// A tensor is not f32, f16 or bf16, two share a name, or the disk refuses.
+pub fn write_tensors(path: &Path, tensors: &[(impl AsRef<str>, Tensor)]) -> Result<()> {
+    let mut by_name = HashMap::new();
+    for (name, tensor) in tensors {
+        let name = name.as_ref();
+        if !matches!(tensor.dtype(), DType::F32 | DType::F16 | DType::BF16) {
+            return Err(Error::TensorDtype {
+                path: path.into(),
+                tensor: name.into(),
+                found: format!("{:?}", tensor.dtype()),
+                expected: "F32, F16 or BF16",
+            });
+        }
+        let tensor = tensor
+            .to_device(&Device::Cpu)
+            .and_then(|tensor| tensor.contiguous())
+            .map_err(Error::tensor(format!("cannot fetch tensor `{name}`")))?;
+        if by_name.insert(name, tensor).is_some() {
+            let problem = "is given twice".into();
+            return Err(Error::ShardIndex { path: path.into(), tensor: name.into(), problem });
+        }
+    }
+    let metadata = HashMap::from([("format".to_string(), "pt".to_string())]);
+    safetensors::serialize_to_file(&by_name, Some(metadata), path)
+        .map_err(|source| Error::Safetensors { path: path.into(), source: Box::new(source) })?;
+    fs_err::OpenOptions::new().write(true).open(path)?.sync_all()?;
+    Ok(())
+}
+
+/// Writes indented JSON with a final newline, flushed to the disk.
+///
+/// # Errors
+/// The disk refuses.
+pub fn write_json(path: &Path, json: &Value) -> Result<()> {
+    let mut file = fs_err::File::create(path)?;
+    std::io::Write::write_all(&mut file, format!("{json:#}\n").as_bytes())?;
+    file.sync_all()?;
+    Ok(())
+}
+
+/// Puts `fresh` in the place of `dir`. There is no portable exchange of two folders, so the old one steps aside first.
+fn exchange(fresh: &Path, dir: &Path) -> Result<()> {
+    let aside = beside(dir, "previous")?;
+    let replaces = dir.exists();
+    if replaces {
+        fs_err::rename(dir, &aside)?;
+    }
+    if let Err(error) = fs_err::rename(fresh, dir) {
+        settle(dir)?;
+        return Err(error.into());
+    }
+    if replaces {
+        fs_err::remove_dir_all(&aside)?;
+    }
+    Ok(())
+}
+
+/// Ends an exchange that a crash cut short: the folder that stepped aside comes back, unless its successor is there.
+fn settle(dir: &Path) -> Result<()> {
+    let aside = beside(dir, "previous")?;
+    match (aside.is_dir(), dir.exists()) {
+        (true, true) => fs_err::remove_dir_all(&aside)?,
+        (true, false) => fs_err::rename(&aside, dir)?,
+        (false, _) => {}
+    }
+    Ok(())
+}
+
+/// `.<name>.<suffix>` in the same folder.
+fn beside(dir: &Path, suffix: &str) -> Result<PathBuf> {
+    let name =
+        dir.file_name().ok_or_else(|| Error::NotAModel { path: dir.into(), expected: "a folder with a name" })?;
+    Ok(dir.with_file_name(format!(".{}.{suffix}", name.to_string_lossy())))
+}
+
+fn sync_folder(folder: &Path) -> Result<()> {
+    Ok(fs_err::File::open(folder)?.sync_all()?)
+}

@@ -1,0 +1,265 @@
+//! Configuration of a DSpark or DFlash drafter: read from and written as the `config.json` of its checkpoint.
+
+use std::path::Path;
+
+use serde_json::{Map, Value, json};
+
+use super::fields::Fields;
+use super::{Family, TargetConfig, read_json};
+use crate::error::{Error, Result};
+
+/// Architecture that is written.
+const ARCHITECTURE: &str = "Qwen3DSparkModel";
+/// Anchors per sequence where a checkpoint does not state them; used in training only.
+const DEFAULT_ANCHORS: usize = 512;
+/// Longest block.
+const MAX_BLOCK_SIZE: usize = 256;
+
+/// Form of the Markov head.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum MarkovHeadType {
+    /// Bias from the previous token alone.
+    Vanilla,
+    /// Bias scaled by a gate of the hidden row and the previous token.
+    Gated,
+    /// Bias from a recurrent state.
+    Rnn,
+}
+
+impl MarkovHeadType {
+    /// Spelling in `config.json`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Vanilla => "vanilla",
+            Self::Gated => "gated",
+            Self::Rnn => "rnn",
+        }
+    }
+
+    /// The type of that spelling.
+    pub fn from_name(name: &str) -> Option<Self> {
+        [Self::Vanilla, Self::Gated, Self::Rnn].into_iter().find(|kind| kind.name() == name)
+    }
+}
+
+/// A drafter's shape. The checkpoint's `config.json` is a copy of the target's with the fields below.
+#[derive(Debug, Clone, PartialEq)]
+pub struct DraftConfig {
+    /// Shape of the backbone: the target's, with `num_hidden_layers` draft layers, an output head of its own, and `qk_norm` (true
+    /// unless the file says otherwise).
+    pub body: TargetConfig,
+    /// Number of layers of the target.
+    pub num_target_layers: usize,
+    /// Input rows per block, γ when the block is anchor-first.
+    pub block_size: usize,
+    /// Token whose embedding stands at the slots to be predicted.
+    pub mask_token_id: u32,
+    /// Target layers whose outputs are the features, in the order of their concatenation: i = output of decoder layer i, −1 = output of
+    /// the embedding. The target's last layer is not allowed.
+    pub target_layer_ids: Vec<i32>,
+    /// Anchors drawn per sequence in training.
+    pub num_anchors: usize,
+    /// Whether there is a confidence head.
+    pub enable_confidence_head: bool,
+    /// Whether the confidence head also sees the Markov embedding of the previous token.
+    pub confidence_head_with_markov: bool,
+    /// Rank of the Markov head; 0 = none (DFlash).
+    pub markov_rank: usize,
+    /// Form of the Markov head; `None` exactly when the rank is 0.
+    pub markov_head_type: Option<MarkovHeadType>,
+    /// Block layout. True: slot j predicts the token at anchor + 1 + j, so all slots propose. False: slot 0 is the known token and slot j
+    /// predicts its own position anchor + j.
+    pub sample_from_anchor: bool,
+    /// Number of last context rows that are attended to; `None` = all.
+    pub sliding_window: Option<usize>,
+}
+
+impl DraftConfig {
+    /// A drafter's backbone for a target: its shape with `draft_layers` layers, Qwen3-like, with untied embeddings.
+    pub fn body_of(target: &TargetConfig, draft_layers: usize) -> TargetConfig {
+        TargetConfig {
+            family: Family::Qwen3,
+            qk_norm: true,
+            num_hidden_layers: draft_layers,
+            tie_word_embeddings: false,
+            stop_ids: super::sorted(target.eos_token_ids.clone()),
+            ..target.clone()
+        }
+    }
+
+    /// Tokens proposed per full block.
+    pub fn proposals(&self) -> usize {
+        if self.sample_from_anchor { self.block_size } else { self.block_size - 1 }
+    }
+
+    /// Reads `config.json` of a checkpoint folder.
+    ///
+    /// # Errors
+    /// As [`from_json`](Self::from_json), or the file cannot be read.
+    pub fn from_folder(folder: impl AsRef<Path>) -> Result<Self> {
+        let path = folder.as_ref().join("config.json");
+        Self::from_json(&path, &read_json(&path)?)
+    }
+
+    /// Reads the content of a `config.json`; `path` is for messages. Fields may also stand in a nested `dflash_config`.
+    ///
+    /// Where `sample_from_anchor` is absent, an architecture that ends in `DSparkModel` means anchor-first, which is how those
+    /// checkpoints were trained, and any other is refused.
+    ///
+    /// # Errors
+    /// A field is missing, out of range or contradicts another; the block layout is not told.
+    pub fn from_json(path: &Path, json: &Value) -> Result<Self> {
+        let fields = Fields::new(path, json)?;
+        let architecture = match fields.strings("architectures")?.as_slice() {
+            [one] => *one,
+            _ => return Err(fields.bad("architectures", "a list of one name")),
+        };
+        if !(architecture.contains("DSpark") || architecture.contains("DFlash")) {
+            return Err(fields.unsupported("architecture", architecture, "DSpark and DFlash drafters"));
+        }
+        let sample_from_anchor = match fields.optional_flag("sample_from_anchor")? {
+            Some(flag) => flag,
+            None if architecture.ends_with("DSparkModel") => true,
+            None => return Err(Error::AmbiguousLayout { path: path.into(), architecture: architecture.into() }),
+        };
+        let family = Family::parse(path, "model_type", fields.string("model_type")?)?;
+        let mut body = TargetConfig::from_fields(&fields, family)?;
+        body.qk_norm = fields.flag("qk_norm", true)?;
+
+        let nested = fields.object("dflash_config")?;
+        let at = |name: &str| match nested {
+            Some(nested) if fields.get(name).is_none() => nested,
+            _ => fields,
+        };
+        let count = |name: &str| at(name).optional_count(name);
+        let flag = |name: &str| at(name).optional_flag(name);
+        let mask = at("mask_token_id");
+        let layers = at("target_layer_ids");
+        let layer_ids = layers.required("target_layer_ids", layers.integers("target_layer_ids")?)?;
+        let as_i32 = |id: i64| i32::try_from(id).map_err(|_| layers.bad("target_layer_ids", "numbers of layers"));
+        let markov_rank = count("markov_rank")?.unwrap_or(0);
+        let head = at("markov_head_type");
+        let markov_head_type = match (markov_rank, head.optional_string("markov_head_type")?) {
+            (0, _) => None,
+            (_, Some(name)) => Some(
+                MarkovHeadType::from_name(name)
+                    .ok_or_else(|| head.unsupported("markov_head_type", name, "`vanilla`, `gated` and `rnn`"))?,
+            ),
+            (_, None) => return Err(head.missing("markov_head_type")),
+        };
+        let enable_confidence_head = flag("enable_confidence_head")?.unwrap_or(false);
+        let confidence_head_with_markov = match flag("confidence_head_with_markov")? {
+            Some(flag) => flag && enable_confidence_head,
+            None if enable_confidence_head => return Err(fields.missing("confidence_head_with_markov")),
+            None => false,
+        };
+        let config = Self {
+            num_target_layers: fields.size("num_target_layers")?,
+            block_size: at("block_size").size("block_size")?,
+            mask_token_id: mask.required("mask_token_id", mask.optional_id("mask_token_id")?)?,
+            target_layer_ids: layer_ids.into_iter().map(as_i32).collect::<Result<_>>()?,
+            num_anchors: fields.optional_size("num_anchors")?.unwrap_or(DEFAULT_ANCHORS),
+            enable_confidence_head,
+            confidence_head_with_markov,
+            markov_rank,
+            markov_head_type,
+            sample_from_anchor,
+            sliding_window: sliding_window(&fields)?,
+            body,
+        };
+        config.validate(path)?;
+        Ok(config)
+    }
+
+    /// Checks what the fields must satisfy together; `path` is for messages.
+    ///
+    /// # Errors
+    /// Names the first field at fault.
+    pub fn validate(&self, path: &Path) -> Result<()> {
+        let bad = |field: &str, found: String, expected: String| Err(Error::field(path, field, found, expected));
+        let smallest = if self.sample_from_anchor { 1 } else { 2 };
+        if !(smallest..=MAX_BLOCK_SIZE).contains(&self.block_size) {
+            return bad("block_size", self.block_size.to_string(), format!("{smallest} to {MAX_BLOCK_SIZE}"));
+        }
+        let ids = &self.target_layer_ids;
+        let last = i32::try_from(self.num_target_layers).map_or(i32::MAX, |layers| layers - 2);
+        if ids.is_empty() || ids.iter().any(|id| !(-1..=last).contains(id)) {
+            let expected = format!(
+                "at least one id, each from -1 to {last} (num_target_layers is {}, its last layer is not allowed)",
+                self.num_target_layers
+            );
+            return bad("target_layer_ids", format!("{ids:?}"), expected);
+        }
+        let mut unique = ids.clone();
+        unique.sort_unstable();
+        unique.dedup();
+        if unique.len() != ids.len() {
+            return bad("target_layer_ids", format!("{ids:?}"), "each id once".into());
+        }
+        let mask = self.mask_token_id;
+        if mask as usize >= self.body.vocab_size {
+            return bad("mask_token_id", mask.to_string(), format!("below vocab_size {}", self.body.vocab_size));
+        }
+        let body = &self.body;
+        let special = body.stop_ids.iter().copied().chain(body.bos_token_id).chain(body.pad_token_id);
+        if special.into_iter().any(|id| id == mask) {
+            return bad("mask_token_id", mask.to_string(), "a token other than bos, eos and pad".into());
+        }
+        if self.markov_head_type.is_some() != (self.markov_rank > 0) {
+            let found = format!("{:?}", self.markov_head_type.map(MarkovHeadType::name));
+            return bad("markov_head_type", found, format!("one that fits markov_rank {}", self.markov_rank));
+        }
+        if self.confidence_head_with_markov && (self.markov_rank == 0 || !self.enable_confidence_head) {
+            let expected = "false without a Markov head and a confidence head";
+            return bad("confidence_head_with_markov", "true".into(), expected.into());
+        }
+        Ok(())
+    }
+
+    /// The `config.json`, in a fixed order: the body's fields, then the drafter's. [`from_json`](Self::from_json) gives the same
+    /// config back.
+    pub fn to_json(&self) -> Value {
+        let mut json: Map<String, Value> = self.body.to_json();
+        let mut put = |key: &str, value: Value| json.insert(key.into(), value);
+        let layer_type = if self.sliding_window.is_some() { "sliding_attention" } else { "full_attention" };
+        put("architectures", json!([ARCHITECTURE]));
+        put("layer_types", json!(vec![layer_type; self.body.num_hidden_layers]));
+        put("use_sliding_window", json!(self.sliding_window.is_some()));
+        put("sliding_window", json!(self.sliding_window));
+        put("max_window_layers", json!(if self.sliding_window.is_some() { 0 } else { self.body.num_hidden_layers }));
+        put("num_target_layers", json!(self.num_target_layers));
+        put("block_size", json!(self.block_size));
+        put("sample_from_anchor", json!(self.sample_from_anchor));
+        put("mask_token_id", json!(self.mask_token_id));
+        put("target_layer_ids", json!(self.target_layer_ids));
+        put("num_anchors", json!(self.num_anchors));
+        put("markov_rank", json!(self.markov_rank));
+        if let Some(kind) = self.markov_head_type {
+            put("markov_head_type", json!(kind.name()));
+        }
+        put("enable_confidence_head", json!(self.enable_confidence_head));
+        if self.enable_confidence_head {
+            put("confidence_head_with_markov", json!(self.confidence_head_with_markov));
+        }
+        if !self.body.qk_norm {
+            put("qk_norm", json!(false));
+        }
+        Value::Object(json)
+    }
+}
+
+fn sliding_window(fields: &Fields) -> Result<Option<usize>> {
+    let types = fields.strings("layer_types")?;
+    let sliding = types.iter().filter(|kind| **kind == "sliding_attention").count();
+    if let Some(other) = types.iter().find(|kind| !["full_attention", "sliding_attention"].contains(kind)) {
+        return Err(fields.unsupported("layer_types", *other, "`full_attention` and `sliding_attention`"));
+    }
+    if sliding != 0 && sliding != types.len() {
+        return Err(fields.unsupported("layer_types", "a mixture", "one type for all draft layers"));
+    }
+    let in_use = if types.is_empty() { fields.flag("use_sliding_window", false)? } else { sliding > 0 };
+    if !in_use {
+        return Ok(None);
+    }
+    fields.size("sliding_window").map(Some)
+}

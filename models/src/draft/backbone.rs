@@ -1,0 +1,111 @@
+//! The parallel backbone of DFlash and DSpark (SPEC §4.1; DSpark paper, Eq. 2–3).
+//!
+//! Draft layers have the target's shape. In each layer, keys and values are projected by the same weights from two
+//! sources: the *context rows* as they are (projected target features, one per committed position, not passed through the
+//! layer's input norm) and the *block rows* after the input norm. Block rows see all context before their anchor and the
+//! whole block.
+
+use candle_core::Tensor;
+use deepspec_kernels::linear::Linear;
+use deepspec_kernels::rope::RopeAngles;
+use deepspec_kernels::{rms_norm, silu_mul};
+
+use super::parameters::ParameterSource;
+use crate::config::TargetConfig;
+use crate::error::Result;
+use crate::target::head_norm;
+
+/// One draft layer.
+#[derive(Debug)]
+pub struct DraftLayer {
+    input_layernorm: Tensor,
+    q_proj: Linear,
+    k_proj: Linear,
+    v_proj: Linear,
+    o_proj: Linear,
+    q_norm: Option<Tensor>,
+    k_norm: Option<Tensor>,
+    post_attention_layernorm: Tensor,
+    gate_proj: Linear,
+    up_proj: Linear,
+    down_proj: Linear,
+    head_dim: usize,
+    eps: f64,
+}
+
+/// Queries, keys and values of a block's rows, positions applied.
+pub struct BlockProjections {
+    /// `[rows, heads · head_dim]`
+    pub q: Tensor,
+    /// `[rows, kv_heads · head_dim]`
+    pub k: Tensor,
+    /// `[rows, kv_heads · head_dim]`
+    pub v: Tensor,
+}
+
+impl DraftLayer {
+    /// Layer `index` of a backbone.
+    ///
+    /// # Errors
+    /// When a tensor is missing or misshapen.
+    pub fn new(config: &TargetConfig, index: usize, source: ParameterSource<'_>) -> Result<Self> {
+        let TargetConfig { hidden_size, intermediate_size, head_dim, attention_bias, mlp_bias, .. } = *config;
+        let (q_width, kv_width) = (config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim);
+        let at = |name: &str| format!("layers.{index}.{name}");
+        let norm = |name: &str| source.tensor(&at(name), &[hidden_size]);
+        let linear = |name: &str, outputs, inputs, bias| source.linear(&at(name), outputs, inputs, bias);
+        let head_norm = |name: &str| config.qk_norm.then(|| source.tensor(&at(name), &[head_dim])).transpose();
+        Ok(Self {
+            input_layernorm: norm("input_layernorm.weight")?,
+            q_proj: linear("self_attn.q_proj", q_width, hidden_size, attention_bias)?,
+            k_proj: linear("self_attn.k_proj", kv_width, hidden_size, attention_bias)?,
+            v_proj: linear("self_attn.v_proj", kv_width, hidden_size, attention_bias)?,
+            o_proj: linear("self_attn.o_proj", hidden_size, q_width, attention_bias)?,
+            q_norm: head_norm("self_attn.q_norm.weight")?,
+            k_norm: head_norm("self_attn.k_norm.weight")?,
+            post_attention_layernorm: norm("post_attention_layernorm.weight")?,
+            gate_proj: linear("mlp.gate_proj", intermediate_size, hidden_size, mlp_bias)?,
+            up_proj: linear("mlp.up_proj", intermediate_size, hidden_size, mlp_bias)?,
+            down_proj: linear("mlp.down_proj", hidden_size, intermediate_size, mlp_bias)?,
+            head_dim,
+            eps: config.rms_norm_eps,
+        })
+    }
+
+    /// Keys and values of context rows.
+    ///
+    /// # Shapes
+    /// `[rows, hidden]` → two of `[rows, kv_heads · head_dim]`
+    ///
+    /// # Errors
+    /// When shapes do not fit.
+    pub fn context_keys_values(&self, context: &Tensor, angles: &RopeAngles) -> Result<(Tensor, Tensor)> {
+        let k = head_norm(&self.k_proj.forward(context)?, self.k_norm.as_ref(), self.head_dim, self.eps)?;
+        Ok((angles.apply(&k)?, self.v_proj.forward(context)?))
+    }
+
+    /// Projections of block rows.
+    ///
+    /// # Errors
+    /// When shapes do not fit.
+    pub fn project(&self, x: &Tensor, angles: &RopeAngles) -> Result<BlockProjections> {
+        let h = rms_norm(x, &self.input_layernorm, self.eps)?;
+        let q = head_norm(&self.q_proj.forward(&h)?, self.q_norm.as_ref(), self.head_dim, self.eps)?;
+        let k = head_norm(&self.k_proj.forward(&h)?, self.k_norm.as_ref(), self.head_dim, self.eps)?;
+        Ok(BlockProjections { q: angles.apply(&q)?, k: angles.apply(&k)?, v: self.v_proj.forward(&h)? })
+    }
+
+    /// Output of the layer, given what attention mixed.
+    ///
+    /// # Shapes
+    /// x `[rows, hidden]`, mixed `[rows, heads · head_dim]` → `[rows, hidden]`
+    ///
+    /// # Errors
+    /// When shapes do not fit.
+    pub fn finish(&self, x: &Tensor, mixed: &Tensor) -> Result<Tensor> {
+        let x = (x + self.o_proj.forward(mixed)?)?;
+        let h = rms_norm(&x, &self.post_attention_layernorm, self.eps)?;
+        let activated = silu_mul(&self.gate_proj.forward(&h)?, &self.up_proj.forward(&h)?)?;
+        Ok((x + self.down_proj.forward(&activated)?)?)
+    }
+}

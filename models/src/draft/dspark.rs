@@ -1,0 +1,163 @@
+//! The DSpark drafter: parallel backbone, sequential Markov head, confidence head (SPEC §4.1–4.3).
+//!
+//! The same struct serves training (over variables, [`DSpark::train_hidden`]) and inference (over packed weights, with the
+//! context's keys and values cached, see [`super::context`]). DFlash is this drafter with Markov rank 0 and no confidence.
+
+use std::ops::Range;
+
+use candle_core::Tensor;
+use deepspec_kernels::attention::block::{BlockAttention, BlockSpan};
+use deepspec_kernels::linear::Linear;
+use deepspec_kernels::rms_norm;
+use deepspec_kernels::rope::RopeFrequencies;
+
+use super::backbone::DraftLayer;
+use super::confidence_head::ConfidenceHead;
+use super::markov_head::MarkovHead;
+use super::parameters::ParameterSource;
+use crate::config::{DraftConfig, MarkovHeadType};
+use crate::error::{Error, Result};
+use crate::target::{embed, head_layout, rope_frequencies};
+
+/// A drafter of the DSpark family.
+#[derive(Debug)]
+pub struct DSpark {
+    pub(crate) config: DraftConfig,
+    pub(crate) embed_tokens: Tensor,
+    pub(crate) fc: Linear,
+    pub(crate) hidden_norm: Tensor,
+    pub(crate) layers: Vec<DraftLayer>,
+    pub(crate) norm: Tensor,
+    pub(crate) markov_head: Option<MarkovHead>,
+    pub(crate) confidence_head: Option<ConfidenceHead>,
+    pub(crate) rope: RopeFrequencies,
+}
+
+/// One sequence of a training batch.
+#[derive(Debug, Clone)]
+pub struct TrainSequence<'a> {
+    /// Tokens of the sequence.
+    pub tokens: &'a [u32],
+    /// Anchor positions of its blocks; `None` for a block that only pads (it sees nothing and holds mask tokens alone).
+    pub anchors: Vec<Option<usize>>,
+}
+
+impl DSpark {
+    /// Builds the drafter over its tensors. `embed_tokens` is the target's, frozen.
+    ///
+    /// # Errors
+    /// When a tensor is missing or misshapen, or the config asks for a head or block layout that is not implemented.
+    pub fn new(config: DraftConfig, embed_tokens: Tensor, source: ParameterSource<'_>) -> Result<Self> {
+        let hidden = config.body.hidden_size;
+        let unsupported = |field: &str, found: &str, supported| {
+            Err(Error::Unsupported { path: "config.json".into(), field: field.into(), found: found.into(), supported })
+        };
+        if !config.sample_from_anchor {
+            return unsupported("sample_from_anchor", "false", "`true` (anchor-first blocks)");
+        }
+        if let Some(kind) = config.markov_head_type
+            && kind != MarkovHeadType::Vanilla
+        {
+            return unsupported("markov_head_type", kind.name(), "`vanilla`");
+        }
+        let features = config.target_layer_ids.len() * hidden;
+        let markov_features = if config.confidence_head_with_markov { config.markov_rank } else { 0 };
+        let vocab = config.body.vocab_size;
+        Ok(Self {
+            fc: source.linear("fc", hidden, features, false)?,
+            hidden_norm: source.tensor("hidden_norm.weight", &[hidden])?,
+            layers: (0..config.body.num_hidden_layers)
+                .map(|i| DraftLayer::new(&config.body, i, source))
+                .collect::<Result<_>>()?,
+            norm: source.tensor("norm.weight", &[hidden])?,
+            markov_head: (config.markov_rank > 0)
+                .then(|| MarkovHead::new(vocab, config.markov_rank, source))
+                .transpose()?,
+            confidence_head: config
+                .enable_confidence_head
+                .then(|| ConfidenceHead::new(hidden, markov_features, source))
+                .transpose()?,
+            rope: rope_frequencies(&config.body),
+            embed_tokens,
+            config,
+        })
+    }
+
+    /// The drafter's configuration.
+    pub fn config(&self) -> &DraftConfig {
+        &self.config
+    }
+
+    /// The Markov head, if it has one.
+    pub fn markov_head(&self) -> Option<&MarkovHead> {
+        self.markov_head.as_ref()
+    }
+
+    /// The confidence head, if it has one.
+    pub fn confidence_head(&self) -> Option<&ConfidenceHead> {
+        self.confidence_head.as_ref()
+    }
+
+    /// Context rows of target features: `hidden_norm(fc(features))`.
+    ///
+    /// # Shapes
+    /// `[rows, layers · hidden]` → `[rows, hidden]`
+    ///
+    /// # Errors
+    /// When the width is wrong.
+    pub fn context_rows(&self, features: &Tensor) -> Result<Tensor> {
+        Ok(rms_norm(&self.fc.forward(features)?, &self.hidden_norm, self.config.body.rms_norm_eps)?)
+    }
+
+    /// Input rows of blocks: the anchor token's embedding, then the mask token's.
+    ///
+    /// # Errors
+    /// When a token is outside the vocabulary.
+    pub(crate) fn block_inputs(&self, anchors: impl Iterator<Item = Option<u32>>, size: usize) -> Result<Tensor> {
+        let mask = self.config.mask_token_id;
+        let tokens: Vec<u32> = anchors
+            .flat_map(|anchor| std::iter::once(anchor.unwrap_or(mask)).chain(std::iter::repeat_n(mask, size - 1)))
+            .collect();
+        embed(&self.embed_tokens, &tokens)
+    }
+
+    /// Final hidden rows of all blocks of a training batch, with gradients to every parameter of the backbone.
+    ///
+    /// # Shapes
+    /// features `[Σ tokens, layers · hidden]` in the order of the sequences → `[Σ blocks · block_size, hidden]`
+    ///
+    /// # Errors
+    /// When shapes do not fit or an anchor lies outside its sequence.
+    pub fn train_hidden(&self, sequences: &[TrainSequence<'_>], features: &Tensor) -> Result<Tensor> {
+        let size = self.config.block_size;
+        let mut spans: Vec<(Range<usize>, Vec<BlockSpan>)> = Vec::new();
+        let (mut context_positions, mut block_positions, mut anchor_tokens) = (Vec::new(), Vec::new(), Vec::new());
+        for sequence in sequences {
+            let first = context_positions.len();
+            context_positions.extend(0..sequence.tokens.len());
+            let mut blocks = Vec::new();
+            for &anchor in &sequence.anchors {
+                let rows = block_positions.len()..block_positions.len() + size;
+                let position = anchor.unwrap_or(0);
+                let visible = anchor.map_or(0, |anchor| anchor.min(sequence.tokens.len()));
+                let oldest = self.config.sliding_window.map_or(0, |window| visible.saturating_sub(window));
+                block_positions.extend(position..position + size);
+                anchor_tokens.push(anchor.and_then(|anchor| sequence.tokens.get(anchor).copied()));
+                blocks.push(BlockSpan { context: first + oldest..first + visible, rows, sees_itself: anchor.is_some() });
+            }
+            spans.push((first..context_positions.len(), blocks));
+        }
+        let attention = BlockAttention::new(spans, head_layout(&self.config.body))?;
+        let context = self.context_rows(features)?;
+        let (context_angles, block_angles) = (self.rope.at(&context_positions), self.rope.at(&block_positions));
+        let mut x = self.block_inputs(anchor_tokens.into_iter(), size)?;
+        for layer in &self.layers {
+            let (context_k, context_v) = layer.context_keys_values(&context, &context_angles)?;
+            let block = layer.project(&x, &block_angles)?;
+            let k = Tensor::cat(&[&context_k, &block.k], 0)?;
+            let v = Tensor::cat(&[&context_v, &block.v], 0)?;
+            x = layer.finish(&x, &attention.forward(&block.q, &k, &v)?)?;
+        }
+        Ok(rms_norm(&x, &self.norm, self.config.body.rms_norm_eps)?)
+    }
+}

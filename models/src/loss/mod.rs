@@ -1,0 +1,3 @@
+//! Training losses, one file per algorithm.
+
+pub mod dspark;

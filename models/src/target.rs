@@ -1,0 +1,313 @@
+//! Target models: decoder-only transformers of the Llama and Qwen3 families, frozen.
+//!
+//! One forward over a ragged batch serves prefill, decoding, verification and cache capture: the new tokens of all
+//! sequences are rows of one dimension, segments say which rows belong to which cache slot. It returns the final
+//! normalised hidden rows and, if asked, the residual stream after chosen layers; logits are computed only for the rows
+//! that need them.
+
+use candle_core::{DType, Device, Tensor};
+use deepspec_kernels::attention::HeadLayout;
+use deepspec_kernels::attention::ragged::{RaggedAttention, Segment, Visibility, store};
+use deepspec_kernels::linear::{Linear, Precision};
+use deepspec_kernels::rope::{RopeAngles, RopeFrequencies};
+use deepspec_kernels::{rms_norm, silu_mul};
+
+use crate::config::TargetConfig;
+use crate::error::{Error, Result};
+use crate::kv_cache::KvCache;
+use crate::weights::Weights;
+
+/// New tokens of one sequence in a batch.
+#[derive(Debug, Clone, Copy)]
+pub struct NewTokens<'a> {
+    /// Cache slot of the sequence.
+    pub slot: usize,
+    /// Tokens that follow the positions the slot already holds.
+    pub tokens: &'a [u32],
+}
+
+/// What a forward pass returns; rows are in the order of the batch.
+#[derive(Debug)]
+pub struct TargetRows {
+    /// Final normalised hidden rows `[rows, hidden]`.
+    pub hidden: Tensor,
+    /// Outputs of the captured layers side by side `[rows, layers · hidden]`, when any were asked for.
+    pub features: Option<Tensor>,
+}
+
+/// A target model.
+#[derive(Debug)]
+pub struct Target {
+    config: TargetConfig,
+    embed_tokens: Tensor,
+    layers: Vec<DecoderLayer>,
+    norm: Tensor,
+    lm_head: Linear,
+    rope: RopeFrequencies,
+}
+
+#[derive(Debug)]
+struct DecoderLayer {
+    input_layernorm: Tensor,
+    qkv_proj: Linear,
+    q_norm: Option<Tensor>,
+    k_norm: Option<Tensor>,
+    o_proj: Linear,
+    post_attention_layernorm: Tensor,
+    gate_up_proj: Linear,
+    down_proj: Linear,
+}
+
+/// Embedding, final norm and output head of a target, which drafters start from or borrow.
+#[derive(Debug, Clone)]
+pub struct TargetEnds {
+    /// `[vocab, hidden]`
+    pub embed_tokens: Tensor,
+    /// `[vocab, hidden]`; the embedding itself when tied.
+    pub lm_head: Tensor,
+    /// `[hidden]`
+    pub norm: Tensor,
+}
+
+impl TargetEnds {
+    /// Reads the tensors from a checkpoint.
+    ///
+    /// # Errors
+    /// When one is missing or misshapen.
+    pub fn load(config: &TargetConfig, weights: &Weights) -> Result<Self> {
+        let table = [config.vocab_size, config.hidden_size];
+        let embed_tokens = weights.get("model.embed_tokens.weight", &table)?;
+        let lm_head = if config.tie_word_embeddings {
+            weights.skip("lm_head.weight");
+            embed_tokens.clone()
+        } else {
+            weights.get("lm_head.weight", &table)?
+        };
+        Ok(Self { embed_tokens, lm_head, norm: weights.get("model.norm.weight", &[config.hidden_size])? })
+    }
+}
+
+/// Inverse frequencies as the configuration has them, scaling applied.
+pub fn rope_frequencies(config: &TargetConfig) -> RopeFrequencies {
+    RopeFrequencies::new(config.rope.inverse_frequencies(config.head_dim), config.head_dim)
+}
+
+/// Head sizes of a configuration.
+pub fn head_layout(config: &TargetConfig) -> HeadLayout {
+    HeadLayout { heads: config.num_attention_heads, kv_heads: config.num_key_value_heads, head_dim: config.head_dim }
+}
+
+impl Target {
+    /// Loads and packs a model; every tensor of the checkpoint must be used.
+    ///
+    /// # Errors
+    /// When a tensor is missing, misshapen or left over.
+    pub fn load(config: TargetConfig, weights: &Weights, precision: Precision) -> Result<Self> {
+        let TargetEnds { embed_tokens, lm_head, norm } = TargetEnds::load(&config, weights)?;
+        let layers =
+            (0..config.num_hidden_layers).map(|i| DecoderLayer::load(&config, weights, i, precision)).collect::<Result<_>>()?;
+        let lm_head = Linear::frozen(&[&lm_head], None, precision)?;
+        weights.finish()?;
+        let rope = rope_frequencies(&config);
+        Ok(Self { config, embed_tokens, layers, norm, lm_head, rope })
+    }
+
+    /// The model's configuration.
+    pub fn config(&self) -> &TargetConfig {
+        &self.config
+    }
+
+    /// Device of the weights.
+    pub fn device(&self) -> &Device {
+        self.embed_tokens.device()
+    }
+
+    /// The output head.
+    pub fn lm_head(&self) -> &Linear {
+        &self.lm_head
+    }
+
+    /// The embedding table `[vocab, hidden]`.
+    pub fn embed_tokens(&self) -> &Tensor {
+        &self.embed_tokens
+    }
+
+    /// Bytes of the packed weights that a decoding step reads.
+    pub fn weight_bytes(&self) -> usize {
+        let layer = |l: &DecoderLayer| {
+            l.qkv_proj.bytes() + l.o_proj.bytes() + l.gate_up_proj.bytes() + l.down_proj.bytes()
+        };
+        self.layers.iter().map(layer).sum::<usize>() + self.lm_head.bytes()
+    }
+
+    /// An empty cache for this model.
+    ///
+    /// # Errors
+    /// When the memory cannot be had.
+    pub fn new_cache(&self, slots: usize, capacity: usize) -> Result<KvCache> {
+        KvCache::new(self.layers.len(), slots, capacity, head_layout(&self.config), self.device())
+    }
+
+    /// Runs new tokens of several sequences and appends them to their slots.
+    ///
+    /// `capture` names the layers whose outputs are returned: i = output of decoder layer i, −1 = embedding.
+    ///
+    /// # Errors
+    /// [`Error::CacheFull`] when a slot cannot take its tokens, [`Error::TokenRange`] for a token outside the
+    /// vocabulary, [`Error::LayerRange`] for a captured layer that does not exist or is the last one.
+    pub fn forward(&self, cache: &mut KvCache, batch: &[NewTokens<'_>], capture: &[i32]) -> Result<TargetRows> {
+        let segments = self.segments(cache, batch)?;
+        let tokens: Vec<u32> = batch.iter().flat_map(|new| new.tokens.iter().copied()).collect();
+        let positions: Vec<usize> = segments.iter().flat_map(|s| s.start..s.start + s.len).collect();
+        let angles = self.rope.at(&positions);
+        let attention = RaggedAttention {
+            segments: segments.into(),
+            capacity: cache.capacity(),
+            heads: head_layout(&self.config),
+            visibility: Visibility::Causal,
+            window: None,
+        };
+        for &layer in capture {
+            if layer < -1 || layer >= self.layers.len() as i32 - 1 {
+                return Err(Error::LayerRange { layer, layers: self.layers.len() });
+            }
+        }
+        let mut captured: Vec<Option<Tensor>> = vec![None; capture.len()];
+        let mut keep = |layer: i32, x: &Tensor| {
+            for (slot, _) in captured.iter_mut().zip(capture).filter(|(_, wanted)| **wanted == layer) {
+                *slot = Some(x.clone());
+            }
+        };
+        let mut x = self.embed(&tokens)?;
+        keep(-1, &x);
+        for (i, layer) in self.layers.iter().enumerate() {
+            x = layer.forward(&x, &angles, &attention, &cache.keys[i], &cache.values[i], self.config.rms_norm_eps)?;
+            keep(i as i32, &x);
+        }
+        for segment in attention.segments.iter() {
+            cache.advance(segment.slot, segment.len);
+        }
+        let hidden = rms_norm(&x, &self.norm, self.config.rms_norm_eps)?;
+        let captured: Vec<Tensor> = captured.into_iter().flatten().collect();
+        let features = if captured.is_empty() { None } else { Some(Tensor::cat(&captured, 1)?) };
+        Ok(TargetRows { hidden, features })
+    }
+
+    /// Logits of chosen rows of a forward pass.
+    ///
+    /// # Shapes
+    /// hidden `[rows, hidden]` → `[chosen, vocab]`
+    ///
+    /// # Errors
+    /// When a row index is out of range.
+    pub fn logits(&self, hidden: &Tensor, rows: &[usize]) -> Result<Tensor> {
+        let all = rows.len() == hidden.dims()[0] && rows.iter().enumerate().all(|(i, &row)| i == row);
+        let chosen = if all { hidden.clone() } else { select_rows(hidden, rows)? };
+        Ok(self.lm_head.forward(&chosen)?)
+    }
+
+    fn embed(&self, tokens: &[u32]) -> Result<Tensor> {
+        embed(&self.embed_tokens, tokens)
+    }
+
+    fn segments(&self, cache: &KvCache, batch: &[NewTokens<'_>]) -> Result<Vec<Segment>> {
+        let mut segments = Vec::with_capacity(batch.len());
+        for new in batch {
+            cache.room(new.slot, new.tokens.len())?;
+            segments.push(Segment { slot: new.slot, start: cache.len(new.slot), len: new.tokens.len() });
+        }
+        Ok(segments)
+    }
+}
+
+/// Rows of an embedding table.
+///
+/// # Errors
+/// [`Error::TokenRange`] for a token outside the table.
+pub fn embed(table: &Tensor, tokens: &[u32]) -> Result<Tensor> {
+    let vocab = table.dims()[0];
+    if let Some(&token) = tokens.iter().find(|&&token| token as usize >= vocab) {
+        return Err(Error::TokenRange { token, vocab });
+    }
+    let ids = Tensor::from_slice(tokens, tokens.len(), table.device())?;
+    Ok(table.index_select(&ids, 0)?.to_dtype(DType::F32)?)
+}
+
+/// Chosen rows of a matrix.
+///
+/// # Errors
+/// When an index is out of range.
+pub fn select_rows(rows: &Tensor, indices: &[usize]) -> Result<Tensor> {
+    let ids: Vec<u32> = indices.iter().map(|&i| i as u32).collect();
+    Ok(rows.index_select(&Tensor::from_vec(ids, indices.len(), rows.device())?, 0)?)
+}
+
+impl DecoderLayer {
+    fn load(config: &TargetConfig, weights: &Weights, index: usize, precision: Precision) -> Result<Self> {
+        let TargetConfig { hidden_size, intermediate_size, head_dim, .. } = *config;
+        let (q_width, kv_width) = (config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim);
+        let get = |name: &str, shape: &[usize]| weights.get(&format!("model.layers.{index}.{name}"), shape);
+        let linear = |parts: &[(&str, usize)], inputs: usize, has_bias: bool| -> Result<Linear> {
+            let mut matrices = Vec::new();
+            let mut biases = Vec::new();
+            for (name, outputs) in parts {
+                matrices.push(get(&format!("{name}.weight"), &[*outputs, inputs])?);
+                if has_bias {
+                    biases.push(get(&format!("{name}.bias"), &[*outputs])?);
+                }
+            }
+            let bias = if has_bias { Some(Tensor::cat(&biases, 0)?) } else { None };
+            Ok(Linear::frozen(&matrices.iter().collect::<Vec<_>>(), bias.as_ref(), precision)?)
+        };
+        let head_norm = |name: &str| config.qk_norm.then(|| get(name, &[head_dim])).transpose();
+        let attention_parts = [
+            ("self_attn.q_proj", q_width),
+            ("self_attn.k_proj", kv_width),
+            ("self_attn.v_proj", kv_width),
+        ];
+        let mlp_parts = [("mlp.gate_proj", intermediate_size), ("mlp.up_proj", intermediate_size)];
+        Ok(Self {
+            input_layernorm: get("input_layernorm.weight", &[hidden_size])?,
+            qkv_proj: linear(&attention_parts, hidden_size, config.attention_bias)?,
+            q_norm: head_norm("self_attn.q_norm.weight")?,
+            k_norm: head_norm("self_attn.k_norm.weight")?,
+            o_proj: linear(&[("self_attn.o_proj", hidden_size)], q_width, config.attention_bias)?,
+            post_attention_layernorm: get("post_attention_layernorm.weight", &[hidden_size])?,
+            gate_up_proj: linear(&mlp_parts, hidden_size, config.mlp_bias)?,
+            down_proj: linear(&[("mlp.down_proj", hidden_size)], intermediate_size, config.mlp_bias)?,
+        })
+    }
+
+    fn forward(
+        &self,
+        x: &Tensor,
+        angles: &RopeAngles,
+        attention: &RaggedAttention,
+        keys: &Tensor,
+        values: &Tensor,
+        eps: f64,
+    ) -> Result<Tensor> {
+        let HeadLayout { heads, kv_heads, head_dim } = attention.heads;
+        let (q_width, kv_width) = (heads * head_dim, kv_heads * head_dim);
+        let qkv = self.qkv_proj.forward(&rms_norm(x, &self.input_layernorm, eps)?)?;
+        let q = head_norm(&qkv.narrow(1, 0, q_width)?, self.q_norm.as_ref(), head_dim, eps)?;
+        let k = head_norm(&qkv.narrow(1, q_width, kv_width)?, self.k_norm.as_ref(), head_dim, eps)?;
+        let v = qkv.narrow(1, q_width + kv_width, kv_width)?;
+        store(keys, &angles.apply(&k)?, &attention.segments, attention.capacity)?;
+        store(values, &v, &attention.segments, attention.capacity)?;
+        let mixed = attention.forward(&angles.apply(&q)?, keys, values)?;
+        let x = (x + self.o_proj.forward(&mixed)?)?;
+        let gate_up = self.gate_up_proj.forward(&rms_norm(&x, &self.post_attention_layernorm, eps)?)?;
+        let width = gate_up.dims()[1] / 2;
+        let activated = silu_mul(&gate_up.narrow(1, 0, width)?, &gate_up.narrow(1, width, width)?)?;
+        Ok((x + self.down_proj.forward(&activated)?)?)
+    }
+}
+
+/// RMSNorm of each head of each row, where the family has it.
+pub(crate) fn head_norm(rows: &Tensor, weight: Option<&Tensor>, head_dim: usize, eps: f64) -> Result<Tensor> {
+    let Some(weight) = weight else { return Ok(rows.clone()) };
+    let (count, width) = rows.dims2()?;
+    let heads = rows.contiguous()?.reshape((count * (width / head_dim), head_dim))?;
+    Ok(rms_norm(&heads, weight, eps)?.reshape((count, width))?)
+}

@@ -1,0 +1,133 @@
+//! Errors of the stages: facts in the variant, advice in [`Error::hint`], the lower crates' errors passed through.
+
+use std::path::PathBuf;
+
+/// Result of this crate.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// Whose move it is, for the exit code.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Fault {
+    /// The user can fix it: bad input, arguments or files (exit code 1).
+    User,
+    /// A bug or the environment: memory, disk, device (exit code 2).
+    Environment,
+    /// The user interrupted the run; work is saved (exit code 130).
+    Interrupted,
+}
+
+/// Everything the stages report.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// The user asked to stop.
+    #[error("interrupted; {safe}")]
+    Interrupted {
+        /// What has been saved.
+        safe: &'static str,
+    },
+    /// The operating system refused a file operation; the source names the path.
+    #[error(transparent)]
+    Io(#[from] std::io::Error),
+    /// A recipe cannot be used.
+    #[error("recipe {origin}: {problem}")]
+    Recipe {
+        /// File, or `--set`.
+        origin: String,
+        /// Field, value found and what is expected.
+        problem: String,
+    },
+    /// A model cannot be found or fetched.
+    #[error("cannot get model `{model}`: {problem}")]
+    ModelSource {
+        /// As the user wrote it.
+        model: String,
+        /// What went wrong.
+        problem: String,
+        /// What to do.
+        hint: Option<String>,
+    },
+    /// A run folder is in use or belongs to another run.
+    #[error("run folder `{}`: {problem}", path.display())]
+    RunDir {
+        /// The folder.
+        path: PathBuf,
+        /// What is wrong.
+        problem: String,
+        /// What to do.
+        hint: Option<String>,
+    },
+    /// Two things that must belong together do not.
+    #[error("{what} differs: {left} against {right}")]
+    Mismatch {
+        /// What differs.
+        what: String,
+        /// One side, with its origin.
+        left: String,
+        /// Other side, with its origin.
+        right: String,
+        /// What to do.
+        hint: Option<String>,
+    },
+    /// A stage has nothing it could work on, or its input contradicts itself.
+    #[error("{0}")]
+    Input(String),
+    /// An invariant of the engine does not hold.
+    #[error("engine: {0}")]
+    Engine(String),
+    /// From the models crate.
+    #[error(transparent)]
+    Model(#[from] deepspec_models::Error),
+    /// From the datasets crate.
+    #[error(transparent)]
+    Dataset(#[from] deepspec_datasets::Error),
+    /// From the target cache.
+    #[error(transparent)]
+    Cache(#[from] deepspec_datasets::target_cache::CacheError),
+    /// From the calibration metrics.
+    #[error(transparent)]
+    Confidence(#[from] crate::eval::confidence::ConfidenceError),
+    /// From the TensorBoard event file.
+    #[error(transparent)]
+    EventFile(#[from] crate::train::tensorboard::EventFileError),
+}
+
+impl From<candle_core::Error> for Error {
+    fn from(error: candle_core::Error) -> Self {
+        Self::Model(error.into())
+    }
+}
+
+impl From<deepspec_models::speculate::SpeculateError> for Error {
+    fn from(error: deepspec_models::speculate::SpeculateError) -> Self {
+        Self::Model(error.into())
+    }
+}
+
+impl Error {
+    /// What the user can do about it, where something can be done.
+    pub fn hint(&self) -> Option<String> {
+        match self {
+            Self::Interrupted { .. } => Some("run the same command again to go on from there".into()),
+            Self::ModelSource { hint, .. } | Self::RunDir { hint, .. } | Self::Mismatch { hint, .. } => hint.clone(),
+            Self::Model(error) => error.hint(),
+            Self::Dataset(error) => error.hint(),
+            Self::Cache(error) => error.hint(),
+            Self::Confidence(error) => error.hint(),
+            Self::EventFile(error) => error.hint(),
+            Self::Io(_) | Self::Recipe { .. } | Self::Input(_) | Self::Engine(_) => None,
+        }
+    }
+
+    /// Whose move it is.
+    pub fn fault(&self) -> Fault {
+        match self {
+            Self::Interrupted { .. } => Fault::Interrupted,
+            Self::Io(_) | Self::Engine(_) => Fault::Environment,
+            Self::Model(deepspec_models::Error::Tensor { .. } | deepspec_models::Error::NoGradient { .. }) => {
+                Fault::Environment
+            }
+            _ => Fault::User,
+        }
+    }
+}

@@ -1,0 +1,3 @@
+//! Training of drafters and what it records.
+
+pub mod tensorboard;
