@@ -3,8 +3,10 @@
 //! A file with more rows than wanted is shuffled as Python's `random.Random(seed).shuffle` does and then cut, so that the
 //! same rows are chosen as by evaluators in Python.
 
+mod built_in;
 mod python_random;
 
+pub use built_in::{built_in_eval, built_in_train};
 pub use python_random::PythonRandom;
 
 use std::path::Path;

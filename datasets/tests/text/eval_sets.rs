@@ -1,7 +1,10 @@
 //! Evaluation sets and the shuffle they are drawn by.
 
+use std::collections::HashSet;
+
 use deepspec_datasets::Error;
-use deepspec_datasets::benchmarks::{PythonRandom, load_eval_set};
+use deepspec_datasets::benchmarks::{PythonRandom, built_in_eval, built_in_train, load_eval_set};
+use deepspec_datasets::jsonl::Row;
 
 #[test]
 fn shuffles_as_python_does() {
@@ -57,4 +60,34 @@ fn messages_keep_their_system_prompt() {
     let set = load_eval_set(&path, Some(5), 1).unwrap();
     assert_eq!(set.prompts[0].system.as_deref(), Some("s"));
     assert_eq!(set.prompts[0].turns, ["u"]);
+}
+
+#[test]
+fn built_in_prompts_are_whole_distinct_and_kept_apart() {
+    let mut ids = HashSet::new();
+    let mut asked = HashSet::new();
+    for row in built_in_train().unwrap() {
+        let Row::Conversation(conversation, repairs) = row.unwrap() else { panic!("a built-in row is refused") };
+        assert!(repairs.is_empty());
+        assert!(!conversation.id.is_empty() && conversation.domain.is_some(), "line {}", conversation.line);
+        assert!(ids.insert(conversation.id), "line {} repeats an id", conversation.line);
+        asked.extend(conversation.messages.into_iter().map(|message| normal(&message.content)));
+    }
+    assert!(ids.len() >= 100, "{}", ids.len());
+    let set = built_in_eval().unwrap();
+    assert!(set.rejects.is_empty());
+    assert!(set.prompts.len() >= 10);
+    let mut measured = HashSet::new();
+    for prompt in set.prompts {
+        assert!(prompt.domain.is_some());
+        for turn in prompt.turns {
+            assert!(!asked.contains(&normal(&turn)), "an evaluation prompt is trained on: {turn}");
+            assert!(measured.insert(normal(&turn)), "twice: {turn}");
+        }
+    }
+}
+
+/// Letters and digits in lower case, so that prompts differ by more than their punctuation.
+fn normal(text: &str) -> String {
+    text.chars().filter(|c| c.is_alphanumeric()).flat_map(char::to_lowercase).collect()
 }

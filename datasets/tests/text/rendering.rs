@@ -217,6 +217,19 @@ fn a_template_without_end_token_needs_stop_ids() {
     assert_eq!(supervised(&renderer, &rendered), ["b\n"]);
 }
 
+#[test]
+fn renderers_are_shared_between_threads() {
+    let renderer = renderer(CHATML, "");
+    let prompt = renderer.render_prompt(&[user("a")], None).unwrap();
+    std::thread::scope(|scope| {
+        let render = || renderer.render_prompt(&[user("a")], None).unwrap();
+        let threads = [scope.spawn(render), scope.spawn(render)];
+        for thread in threads {
+            assert_eq!(thread.join().unwrap(), prompt);
+        }
+    });
+}
+
 fn content() -> impl Strategy<Value = String> {
     let part = prop_oneof![
         3 => "[a-z \n]{0,6}",

@@ -1,0 +1,256 @@
+//! Who proposes the tokens of a round: one trait for every drafter, learned or not.
+//!
+//! The engine hands a proposer the committed tokens of each request and, where it asks for them, the target's features of
+//! committed positions. A proposer returns tokens with the distributions they were drawn from, which is all that lossless
+//! verification needs.
+
+use candle_core::Tensor;
+
+use super::{CounterRng, Distribution, SamplingParams, Stream};
+use crate::draft::DSpark;
+use crate::error::{Error, Result};
+use crate::kv_cache::KvCache;
+
+/// One request's turn to draft.
+#[derive(Debug, Clone, Copy)]
+pub struct DraftRequest<'a> {
+    /// Cache slot of the sequence.
+    pub slot: usize,
+    /// Committed tokens, prompt included; the last one is the anchor.
+    pub tokens: &'a [u32],
+    /// Most tokens that can still be used.
+    pub most: usize,
+    /// Sampling settings, applied to the draft side as to the target's.
+    pub sampling: &'a SamplingParams,
+    /// Seed of the request.
+    pub seed: u64,
+}
+
+/// Proposed tokens of one request; empty when there is nothing to propose.
+#[derive(Debug, Clone, Default)]
+pub struct Proposal {
+    /// Tokens for the positions after the anchor.
+    pub tokens: Vec<u32>,
+    /// The distribution that each token was drawn from.
+    pub distributions: Vec<Distribution>,
+    /// Logits of each token's survival, given all before it; empty when the proposer has no confidence.
+    pub confidence_logits: Vec<f32>,
+}
+
+/// A source of draft tokens.
+pub trait Proposer {
+    /// Name in tables and metrics.
+    fn name(&self) -> &'static str;
+
+    /// Most tokens of one proposal.
+    fn block_size(&self) -> usize;
+
+    /// Target layers whose outputs [`Proposer::observe`] wants; empty for none.
+    fn feature_layers(&self) -> &[i32] {
+        &[]
+    }
+
+    /// Takes the target's features of newly committed positions: `commits` is (slot, number of rows) in row order.
+    ///
+    /// # Errors
+    /// When a slot is full or the widths do not fit.
+    fn observe(&mut self, features: &Tensor, commits: &[(usize, usize)]) -> Result<()> {
+        let _ = (features, commits);
+        Ok(())
+    }
+
+    /// Drafts for several requests at once, one proposal each.
+    ///
+    /// # Errors
+    /// When the drafter fails.
+    fn propose(&mut self, requests: &[DraftRequest<'_>]) -> Result<Vec<Proposal>>;
+
+    /// Forgets a slot's sequence.
+    fn release(&mut self, slot: usize) {
+        let _ = slot;
+    }
+}
+
+/// Plain decoding: never proposes.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct NoProposer;
+
+impl Proposer for NoProposer {
+    fn name(&self) -> &'static str {
+        "plain"
+    }
+
+    fn block_size(&self) -> usize {
+        0
+    }
+
+    fn propose(&mut self, requests: &[DraftRequest<'_>]) -> Result<Vec<Proposal>> {
+        Ok(vec![Proposal::default(); requests.len()])
+    }
+}
+
+/// N-gram lookup (prompt lookup decoding): what followed the last earlier occurrence of the longest matching suffix.
+#[derive(Debug, Clone, Copy)]
+pub struct NgramProposer {
+    longest: usize,
+    block_size: usize,
+}
+
+impl NgramProposer {
+    /// Looks up suffixes of `longest` down to 1 tokens and proposes at most `block_size`.
+    pub fn new(longest: usize, block_size: usize) -> Self {
+        Self { longest, block_size }
+    }
+
+    fn lookup(&self, tokens: &[u32], most: usize) -> Vec<u32> {
+        let n = tokens.len();
+        for length in (1..=self.longest.min(n.saturating_sub(1))).rev() {
+            let suffix = &tokens[n - length..];
+            // Latest start whose occurrence ends before the last token, so that something follows it.
+            if let Some(start) = (0..n - length).rev().find(|&start| &tokens[start..start + length] == suffix) {
+                let from = start + length;
+                return tokens[from..n.min(from + most)].to_vec();
+            }
+        }
+        Vec::new()
+    }
+}
+
+impl Proposer for NgramProposer {
+    fn name(&self) -> &'static str {
+        "ngram"
+    }
+
+    fn block_size(&self) -> usize {
+        self.block_size
+    }
+
+    fn propose(&mut self, requests: &[DraftRequest<'_>]) -> Result<Vec<Proposal>> {
+        let propose = |request: &DraftRequest<'_>| {
+            let tokens = self.lookup(request.tokens, self.block_size.min(request.most));
+            let distributions = tokens.iter().map(|&token| Distribution::OneHot(token)).collect();
+            Proposal { tokens, distributions, confidence_logits: Vec::new() }
+        };
+        Ok(requests.iter().map(propose).collect())
+    }
+}
+
+/// A trained DSpark (or DFlash) drafter with the contexts of the engine's slots.
+#[derive(Debug)]
+pub struct DSparkProposer<'a> {
+    drafter: &'a DSpark,
+    lm_head: &'a deepspec_kernels::linear::Linear,
+    cache: KvCache,
+}
+
+impl<'a> DSparkProposer<'a> {
+    /// A proposer for `slots` sequences of at most `capacity` committed tokens; `lm_head` is the target's.
+    ///
+    /// # Errors
+    /// When the memory cannot be had.
+    pub fn new(
+        drafter: &'a DSpark,
+        lm_head: &'a deepspec_kernels::linear::Linear,
+        slots: usize,
+        capacity: usize,
+    ) -> Result<Self> {
+        let cache = drafter.new_context(slots, capacity + drafter.config().block_size)?;
+        Ok(Self { drafter, lm_head, cache })
+    }
+}
+
+impl Proposer for DSparkProposer<'_> {
+    fn name(&self) -> &'static str {
+        if self.drafter.markov_head().is_some() { "dspark" } else { "dflash" }
+    }
+
+    fn block_size(&self) -> usize {
+        self.drafter.config().block_size
+    }
+
+    fn feature_layers(&self) -> &[i32] {
+        &self.drafter.config().target_layer_ids
+    }
+
+    fn observe(&mut self, features: &Tensor, commits: &[(usize, usize)]) -> Result<()> {
+        self.drafter.extend_context(&mut self.cache, features, commits)
+    }
+
+    fn propose(&mut self, requests: &[DraftRequest<'_>]) -> Result<Vec<Proposal>> {
+        let size = self.block_size();
+        let mut proposals = vec![Proposal::default(); requests.len()];
+        let mut anchors = Vec::new();
+        let mut previous = Vec::new();
+        for request in requests {
+            let Some(&anchor) = request.tokens.last() else {
+                return Err(Error::Batch("a draft request without an anchor".into()));
+            };
+            let known = self.cache.len(request.slot);
+            if known + 1 != request.tokens.len() {
+                return Err(Error::Batch(format!("{known} context rows before an anchor at {}", request.tokens.len() - 1)));
+            }
+            anchors.push((request.slot, anchor));
+            previous.push(anchor);
+        }
+        let steps = requests.iter().map(|r| r.most.min(size)).max().unwrap_or(0);
+        if steps == 0 {
+            return Ok(proposals);
+        }
+        let hidden = self.drafter.block_hidden(&self.cache, &anchors)?;
+        let width = hidden.dims()[1];
+        let hidden = hidden.reshape((requests.len(), size, width))?;
+        let used = hidden.narrow(1, 0, steps)?.contiguous()?;
+        let base = self.lm_head.forward(&used.reshape((requests.len() * steps, width))?)?;
+        let base = base.reshape((requests.len(), steps, base.dims()[1]))?;
+        // Left to right: the token drawn at slot j conditions the bias and the confidence of slot j + 1 (Eq. 4–5, 7).
+        for j in 0..steps {
+            let latent = self.drafter.markov_head().map(|markov| markov.latent(&previous)).transpose()?;
+            let mut logits = base.narrow(1, j, 1)?.squeeze(1)?;
+            if let (Some(markov), Some(latent)) = (self.drafter.markov_head(), &latent) {
+                logits = (logits + markov.bias(latent)?)?;
+            }
+            let confidence: Vec<f32> = match self.drafter.confidence_head() {
+                Some(head) => {
+                    let hidden = used.narrow(1, j, 1)?.squeeze(1)?.contiguous()?;
+                    head.logits(&hidden, latent.as_ref())?.to_vec1()?
+                }
+                None => Vec::new(),
+            };
+            let rows: Vec<Vec<f32>> = logits.to_vec2()?;
+            for (i, request) in requests.iter().enumerate().filter(|(_, request)| j < request.most) {
+                let distribution = Distribution::from_logits(&rows[i], request.sampling)?;
+                let position = (request.tokens.len() + j) as u64;
+                let token = distribution.sample(CounterRng::new(request.seed, Stream::Draft, position).uniform_f64(0));
+                previous[i] = token;
+                proposals[i].tokens.push(token);
+                proposals[i].distributions.push(distribution);
+                proposals[i].confidence_logits.extend(confidence.get(i));
+            }
+        }
+        Ok(proposals)
+    }
+
+    fn release(&mut self, slot: usize) {
+        self.cache.truncate(slot, 0);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn propose(tokens: &[u32], most: usize) -> Vec<u32> {
+        let request = DraftRequest { slot: 0, tokens, most, sampling: &SamplingParams::greedy(), seed: 0 };
+        NgramProposer::new(4, 7).propose(&[request]).unwrap().remove(0).tokens
+    }
+
+    #[test]
+    fn ngram_takes_the_longest_suffix_and_its_latest_occurrence() {
+        assert_eq!(propose(&[1, 2, 3, 9, 1, 2, 4, 7, 1, 2], 7), [4, 7, 1, 2]);
+        assert_eq!(propose(&[5, 1, 2, 8, 6, 2, 0, 1, 2], 2), [8, 6]);
+        assert_eq!(propose(&[3, 3, 3], 7), [3]);
+        assert!(propose(&[1, 2, 3], 7).is_empty());
+        assert!(propose(&[1], 7).is_empty());
+        assert!(propose(&[1, 1, 1, 1], 0).is_empty());
+    }
+}

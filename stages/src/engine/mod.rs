@@ -1,0 +1,205 @@
+//! The decoding engine: used by regenerate, eval, generate and serve alike.
+//!
+//! Requests become sequences with a slot of the target's cache each. Every step runs one ragged target forward over all of
+//! them: chunks of prompts still to be read, and for the others the anchor with the proposed tokens after it. Accepted
+//! tokens are committed one by one through [`commit::commit`]; the rest is rolled back by moving a length.
+//!
+//! What a sequence emits depends on its own request alone: kernels compute each row in one order of operations whatever
+//! the batch, and random numbers are keyed by (seed, purpose, position).
+
+pub mod commit;
+pub mod round;
+pub mod sequence;
+
+use std::collections::VecDeque;
+use std::time::Instant;
+
+use deepspec_models::kv_cache::KvCache;
+use deepspec_models::speculate::Proposer;
+use deepspec_models::target::Target;
+
+pub use sequence::{FinishReason, Finished, Request, RoundRecord};
+
+use crate::error::{Error, Result};
+use sequence::Sequence;
+
+/// Prompt tokens of one sequence that a step reads at most.
+const PREFILL_CHUNK: usize = 256;
+
+/// Wall-clock time spent since the engine was made.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct PhaseTimes {
+    /// Drafting, in seconds.
+    pub draft_s: f64,
+    /// Target forward passes, in seconds.
+    pub target_s: f64,
+    /// Everything else: accepting, committing, bookkeeping.
+    pub other_s: f64,
+}
+
+impl PhaseTimes {
+    /// All phases together, in seconds.
+    pub fn total_s(&self) -> f64 {
+        self.draft_s + self.target_s + self.other_s
+    }
+}
+
+/// News of one sequence from one step.
+#[derive(Debug)]
+pub struct Update {
+    /// The request's id.
+    pub id: u64,
+    /// Tokens committed in this step, in order.
+    pub tokens: Vec<u32>,
+    /// Set when the sequence has ended.
+    pub finished: Option<Finished>,
+}
+
+/// The engine over one target and one proposer.
+pub struct Engine<'a> {
+    target: &'a Target,
+    proposer: Box<dyn Proposer + 'a>,
+    cache: KvCache,
+    free: Vec<usize>,
+    active: Vec<Sequence>,
+    waiting: VecDeque<Request>,
+    times: PhaseTimes,
+}
+
+impl<'a> Engine<'a> {
+    /// An engine with `slots` sequences at a time, each of at most `capacity` tokens.
+    ///
+    /// # Errors
+    /// When the memory cannot be had.
+    pub fn new(target: &'a Target, proposer: Box<dyn Proposer + 'a>, slots: usize, capacity: usize) -> Result<Self> {
+        let cache = target.new_cache(slots, capacity)?;
+        Ok(Self {
+            target,
+            proposer,
+            cache,
+            free: (0..slots).rev().collect(),
+            active: Vec::new(),
+            waiting: VecDeque::new(),
+            times: PhaseTimes::default(),
+        })
+    }
+
+    /// Queues a request.
+    ///
+    /// # Errors
+    /// [`Error::Input`] when the prompt is empty or prompt and budget do not fit into a slot.
+    pub fn submit(&mut self, request: Request) -> Result<()> {
+        let needed = request.prompt.len() + request.max_new_tokens;
+        if request.prompt.is_empty() {
+            return Err(Error::Input(format!("request {} has an empty prompt", request.id)));
+        }
+        if needed > self.cache.capacity() {
+            return Err(Error::Input(format!(
+                "request {}: {} prompt tokens and {} new ones exceed the context capacity of {}",
+                request.id,
+                request.prompt.len(),
+                request.max_new_tokens,
+                self.cache.capacity()
+            )));
+        }
+        request.sampling.validate()?;
+        self.waiting.push_back(request);
+        Ok(())
+    }
+
+    /// Requests that wait for a slot.
+    pub fn waiting(&self) -> usize {
+        self.waiting.len()
+    }
+
+    /// Sequences in work.
+    pub fn active(&self) -> usize {
+        self.active.len()
+    }
+
+    /// Whether there is nothing left to do.
+    pub fn is_idle(&self) -> bool {
+        self.active.is_empty() && self.waiting.is_empty()
+    }
+
+    /// Time spent per phase so far.
+    pub fn times(&self) -> PhaseTimes {
+        self.times
+    }
+
+    /// Name of the proposer.
+    pub fn proposer_name(&self) -> &'static str {
+        self.proposer.name()
+    }
+
+    /// Drops a request, waiting or in work, and frees its slot; returns whether it was there.
+    pub fn cancel(&mut self, id: u64) -> bool {
+        let before = self.waiting.len();
+        self.waiting.retain(|request| request.id != id);
+        if let Some(at) = self.active.iter().position(|sequence| sequence.request.id == id) {
+            let sequence = self.active.remove(at);
+            self.release(sequence.slot);
+            return true;
+        }
+        self.waiting.len() != before
+    }
+
+    /// Runs one step: admits what fits, drafts, verifies, commits. Returns news of the sequences that moved.
+    ///
+    /// # Errors
+    /// When target or proposer fail.
+    pub fn step(&mut self) -> Result<Vec<Update>> {
+        let started = Instant::now();
+        let mut updates = self.admit();
+        if !self.active.is_empty() {
+            updates.extend(self.round()?);
+        }
+        self.times.other_s += started.elapsed().as_secs_f64();
+        Ok(updates)
+    }
+
+    /// Runs all requests and returns them in the order in which they finish; `progress` sees every update and may stop
+    /// the run by returning an error.
+    ///
+    /// # Errors
+    /// As [`Engine::submit`] and [`Engine::step`].
+    pub fn run(
+        &mut self,
+        requests: impl IntoIterator<Item = Request>,
+        mut progress: impl FnMut(&Update) -> Result<()>,
+    ) -> Result<Vec<Finished>> {
+        for request in requests {
+            self.submit(request)?;
+        }
+        let mut finished = Vec::new();
+        while !self.is_idle() {
+            for update in self.step()? {
+                progress(&update)?;
+                finished.extend(update.finished);
+            }
+        }
+        Ok(finished)
+    }
+
+    fn admit(&mut self) -> Vec<Update> {
+        let mut updates = Vec::new();
+        while let Some(request) = self.waiting.front() {
+            if request.max_new_tokens == 0 {
+                let Some(request) = self.waiting.pop_front() else { break };
+                let sequence = Sequence::new(request, 0);
+                updates.push(Update { id: sequence.request.id, tokens: Vec::new(), finished: Some(sequence.finish(FinishReason::Length)) });
+                continue;
+            }
+            let Some(slot) = self.free.pop() else { break };
+            let Some(request) = self.waiting.pop_front() else { break };
+            self.active.push(Sequence::new(request, slot));
+        }
+        updates
+    }
+
+    fn release(&mut self, slot: usize) {
+        self.cache.truncate(slot, 0);
+        self.proposer.release(slot);
+        self.free.push(slot);
+    }
+}

@@ -1,0 +1,110 @@
+//! A request, the state of its sequence, and what is recorded of its rounds.
+
+use std::sync::Arc;
+
+use deepspec_models::speculate::SamplingParams;
+
+/// One generation to do.
+#[derive(Debug, Clone)]
+pub struct Request {
+    /// Chosen by the caller, returned with every update.
+    pub id: u64,
+    /// Prompt tokens.
+    pub prompt: Vec<u32>,
+    /// Sampling settings.
+    pub sampling: SamplingParams,
+    /// Seed of all random draws of this request.
+    pub seed: u64,
+    /// Most tokens to generate.
+    pub max_new_tokens: usize,
+    /// Tokens that end the sequence; the one met is part of the output.
+    pub stop_ids: Arc<[u32]>,
+    /// Verify the longest prefix of a proposal whose confidences all reach this; 0 verifies everything.
+    pub confidence_threshold: f32,
+}
+
+/// Why a sequence ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum FinishReason {
+    /// A stop token was committed.
+    Stop,
+    /// The budget of new tokens is used up.
+    Length,
+}
+
+impl FinishReason {
+    /// Spelling of the OpenAI API, used in files too.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Stop => "stop",
+            Self::Length => "length",
+        }
+    }
+}
+
+/// One draft-verify-accept round.
+#[derive(Debug, Clone, PartialEq)]
+pub struct RoundRecord {
+    /// Tokens proposed and verified; cut after a stop token that was accepted.
+    pub proposed: usize,
+    /// Proposed tokens that were accepted and committed.
+    pub accepted: usize,
+    /// Tokens committed: the accepted ones and the target's own, unless the round ended on an accepted stop token or the
+    /// budget.
+    pub committed: usize,
+    /// Confidence logits of the whole block before the gate; empty without a confidence head.
+    pub confidence_logits: Vec<f32>,
+    /// The whole block before the gate.
+    pub block: Vec<u32>,
+}
+
+/// A finished sequence.
+#[derive(Debug, Clone)]
+pub struct Finished {
+    /// The request.
+    pub request: Request,
+    /// Generated tokens, a final stop token included.
+    pub output: Vec<u32>,
+    /// Why it ended.
+    pub reason: FinishReason,
+    /// Its rounds; the prefill that gave the first token is none.
+    pub rounds: Vec<RoundRecord>,
+    /// Smallest gap between the two best target logits met at T = 0; infinite when sampling.
+    pub min_margin: f32,
+}
+
+/// A sequence in work.
+#[derive(Debug)]
+pub(super) struct Sequence {
+    pub(super) request: Request,
+    pub(super) slot: usize,
+    /// Prompt and committed tokens; after the prefill the last one is the anchor, which the cache does not hold yet.
+    pub(super) tokens: Vec<u32>,
+    pub(super) rounds: Vec<RoundRecord>,
+    pub(super) min_margin: f32,
+}
+
+impl Sequence {
+    pub(super) fn new(request: Request, slot: usize) -> Self {
+        let tokens = request.prompt.clone();
+        Self { request, slot, tokens, rounds: Vec::new(), min_margin: f32::INFINITY }
+    }
+
+    pub(super) fn generated(&self) -> usize {
+        self.tokens.len() - self.request.prompt.len()
+    }
+
+    pub(super) fn is_prefilling(&self) -> bool {
+        self.generated() == 0
+    }
+
+    /// Tokens that may still be committed.
+    pub(super) fn remaining(&self) -> usize {
+        self.request.max_new_tokens - self.generated()
+    }
+
+    pub(super) fn finish(mut self, reason: FinishReason) -> Finished {
+        let output = self.tokens.split_off(self.request.prompt.len());
+        Finished { request: self.request, output, reason, rounds: self.rounds, min_margin: self.min_margin }
+    }
+}
