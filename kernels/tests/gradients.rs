@@ -3,7 +3,7 @@
 use candle_core::{Device, Result, Tensor, Var};
 use deepspec_kernels::attention::HeadLayout;
 use deepspec_kernels::attention::block::{BlockAttention, BlockSpan};
-use deepspec_kernels::attention::ragged::{RaggedAttention, Segment, Visibility, store};
+use deepspec_kernels::attention::ragged::{RaggedAttention, Segment, Visibility, store_keys, store_values};
 use deepspec_kernels::linear::{Packed, Precision};
 use deepspec_kernels::rope::RopeFrequencies;
 use deepspec_kernels::vocab_loss::{LossRow, VocabLoss};
@@ -53,9 +53,9 @@ fn check_gradients(inputs: &[Tensor], loss: impl Fn(&[Tensor]) -> Result<Tensor>
                 };
                 (at_offset(1.0) - at_offset(-1.0)) / (2.0 * f64::from(h))
             };
-            let expected = difference(1e-2);
+            let expected = difference(3e-3);
             let error = (f64::from(grad[at]) - expected).abs();
-            assert!(error < 2e-2 * f64::from(scale), "input {i} entry {at}: gradient {}, differences {expected}", grad[at]);
+            assert!(error < 4e-2 * f64::from(scale), "input {i} entry {at}: gradient {}, differences {expected}", grad[at]);
         }
     }
 }
@@ -67,7 +67,7 @@ fn weighted(y: &Tensor) -> Result<Tensor> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(16))]
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(16) })]
 
     #[test]
     fn rms_norm_forward_and_gradient(seed in any::<u64>(), rows in 1usize..70, cols in 2usize..40) {
@@ -146,15 +146,15 @@ proptest! {
     }
 
     #[test]
-    fn ragged_attention_sees_its_cache_and_nothing_else(seed in any::<u64>(), past_a in 0usize..9, past_b in 0usize..9, new_a in 1usize..5, new_b in 1usize..5, window in prop::option::of(1usize..6), causal in any::<bool>()) {
+    fn ragged_attention_sees_its_cache_and_nothing_else(seed in any::<u64>(), past_a in 0usize..40, past_b in 0usize..40, new_a in 1usize..5, new_b in 1usize..5, window in prop::option::of(1usize..6), causal in any::<bool>()) {
         let heads = HeadLayout { heads: 4, kv_heads: 2, head_dim: 8 };
-        let capacity = 16;
-        let (k_cache, v_cache) = (tensor(seed, 3 * capacity, 16), tensor(seed ^ 1, 3 * capacity, 16));
+        let capacity = 48;
+        let (k_cache, v_cache) = (tensor(seed, 3 * 16, capacity), tensor(seed ^ 1, 3 * capacity, 16));
         let segments = [Segment { slot: 2, start: past_a, len: new_a }, Segment { slot: 0, start: past_b, len: new_b }];
         let rows = new_a + new_b;
         let (k, v) = (tensor(seed ^ 2, rows, 16), tensor(seed ^ 3, rows, 16));
-        store(&k_cache, &k, &segments, capacity).unwrap();
-        store(&v_cache, &v, &segments, capacity).unwrap();
+        store_keys(&k_cache, &k, &segments.into()).unwrap();
+        store_values(&v_cache, &v, &segments, capacity).unwrap();
         let q = tensor(seed ^ 4, rows, 32);
         let visibility = if causal { Visibility::Causal } else { Visibility::WholeSegment };
         let op = RaggedAttention { segments: segments.into(), capacity, heads, visibility, window };
@@ -170,11 +170,13 @@ proptest! {
                     (window.map_or(0, |w| segment.start.saturating_sub(w)), segment.start + segment.len)
                 };
                 for head in 0..4 {
-                    let at = |data: &[f32], p: usize, d: usize| f64::from(data[(segment.slot * capacity + p) * 16 + head / 2 * 8 + d]);
-                    let scores: Vec<f64> = (first..last).map(|p| (0..8).map(|d| f64::from(qs[row * 32 + head * 8 + d]) * at(&ks, p, d)).sum::<f64>() / 8f64.sqrt()).collect();
+                    let column = |d: usize| head / 2 * 8 + d;
+                    let value = |p: usize, d: usize| f64::from(vs[(segment.slot * capacity + p) * 16 + column(d)]);
+                    let key = |p: usize, d: usize| f64::from(ks[(segment.slot * 16 + column(d)) * capacity + p]);
+                    let scores: Vec<f64> = (first..last).map(|p| (0..8).map(|d| f64::from(qs[row * 32 + head * 8 + d]) * key(p, d)).sum::<f64>() / 8f64.sqrt()).collect();
                     let total: f64 = scores.iter().map(|s| s.exp()).sum();
                     for d in 0..8 {
-                        let expected: f64 = (first..last).zip(&scores).map(|(p, s)| s.exp() / total * at(&vs, p, d)).sum();
+                        let expected: f64 = (first..last).zip(&scores).map(|(p, s)| s.exp() / total * value(p, d)).sum();
                         prop_assert!((f64::from(y[row * 32 + head * 8 + d]) - expected).abs() < 1e-5);
                     }
                 }

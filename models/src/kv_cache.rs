@@ -1,6 +1,7 @@
 //! Preallocated key/value caches with O(1) rollback.
 //!
-//! One tensor per layer and side, `[slots · capacity, kv_heads · head_dim]`. A slot belongs to one sequence at a time;
+//! One tensor per layer and side: values `[slots · capacity, kv_heads · head_dim]`, keys transposed
+//! `[slots · kv_heads · head_dim, capacity]` (see the attention kernel). A slot belongs to one sequence at a time;
 //! its length says how many positions are valid. Rolling back or freeing a slot only moves the length: rows past it are
 //! overwritten before they are ever read.
 
@@ -24,11 +25,12 @@ impl KvCache {
     /// # Errors
     /// When the memory cannot be had.
     pub fn new(layers: usize, slots: usize, capacity: usize, heads: HeadLayout, device: &Device) -> Result<Self> {
-        let shape = (slots * capacity, heads.kv_heads * heads.head_dim);
-        let zeros = || Tensor::zeros(shape, DType::F32, device);
+        let width = heads.kv_heads * heads.head_dim;
+        let keys = || Tensor::zeros((slots * width, capacity), DType::F32, device);
+        let values = || Tensor::zeros((slots * capacity, width), DType::F32, device);
         Ok(Self {
-            keys: (0..layers).map(|_| zeros()).collect::<Result<_, _>>()?,
-            values: (0..layers).map(|_| zeros()).collect::<Result<_, _>>()?,
+            keys: (0..layers).map(|_| keys()).collect::<Result<_, _>>()?,
+            values: (0..layers).map(|_| values()).collect::<Result<_, _>>()?,
             lengths: vec![0; slots],
             capacity,
         })

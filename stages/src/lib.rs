@@ -6,7 +6,11 @@
 pub mod engine;
 pub mod error;
 pub mod eval;
+pub mod model_source;
+pub mod prepare;
 pub mod progress;
+pub mod recipe;
+pub mod run_dir;
 pub mod train;
 
 pub use error::{Error, Fault, Result};

@@ -1,18 +1,19 @@
 //! Attention of the new rows of many sequences over their caches, and the write into the caches.
 //!
-//! A cache tensor is `[slots · capacity, kv_heads · head_dim]`; position p of a sequence in slot s is row
-//! s · capacity + p. Prefill, decode, verification and drafting are the same call with other segments. Every row is
+//! Values are cached as `[slots · capacity, kv_heads · head_dim]`: position p of a sequence in slot s is row
+//! s · capacity + p. Keys are cached transposed, `[slots · kv_heads · head_dim, capacity]`, so that the scores of many keys
+//! are computed side by side without horizontal sums. Prefill, decode, verification and drafting are the same call with other segments. Every row is
 //! computed in one order of operations that depends on nothing but its own keys.
 
 use std::sync::Arc;
 
-use candle_core::{CpuStorage, CustomOp3, Layout, Result, Shape, Tensor, bail};
+use candle_core::{CpuStorage, CustomOp3, InplaceOp2, Layout, Result, Shape, Tensor, bail};
 use rayon::prelude::*;
 
 use super::HeadLayout;
 use crate::multiversion;
 use crate::rows::Rows;
-use crate::simd::{axpy, dot, exp_shifted, max};
+use crate::simd::{axpy, axpy4, exp_shifted, max, weighted_sum};
 
 /// New rows of one sequence.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -54,7 +55,8 @@ impl RaggedAttention {
     /// Attends.
     ///
     /// # Shapes
-    /// q `[rows, heads · head_dim]`, caches `[slots · capacity, kv_heads · head_dim]` → `[rows, heads · head_dim]`
+    /// q `[rows, heads · head_dim]`, keys `[slots · kv_heads · head_dim, capacity]`, values
+    /// `[slots · capacity, kv_heads · head_dim]` → `[rows, heads · head_dim]`
     ///
     /// # Errors
     /// When shapes, segments and capacity do not fit each other.
@@ -75,14 +77,14 @@ impl RaggedAttention {
     }
 }
 
-/// Writes the rows of each segment into the caches at their positions.
+/// Writes the rows of each segment into a value cache at their positions.
 ///
 /// # Shapes
 /// rows `[rows, kv_heads · head_dim]`, cache `[slots · capacity, kv_heads · head_dim]`
 ///
 /// # Errors
 /// When a segment does not fit into its slot.
-pub fn store(cache: &Tensor, rows: &Tensor, segments: &[Segment], capacity: usize) -> Result<()> {
+pub fn store_values(cache: &Tensor, rows: &Tensor, segments: &[Segment], capacity: usize) -> Result<()> {
     let rows = rows.contiguous()?;
     let mut first = 0;
     for segment in segments {
@@ -95,22 +97,73 @@ pub fn store(cache: &Tensor, rows: &Tensor, segments: &[Segment], capacity: usiz
     Ok(())
 }
 
+/// Writes the rows of each segment into a transposed key cache at their positions.
+///
+/// # Shapes
+/// rows `[rows, kv_heads · head_dim]`, cache `[slots · kv_heads · head_dim, capacity]`
+///
+/// # Errors
+/// When a segment does not fit into its slot.
+pub fn store_keys(cache: &Tensor, rows: &Tensor, segments: &Arc<[Segment]>) -> Result<()> {
+    cache.inplace_op2(rows, &StoreKeys { segments: segments.clone() })
+}
+
+struct StoreKeys {
+    segments: Arc<[Segment]>,
+}
+
+impl InplaceOp2 for StoreKeys {
+    fn name(&self) -> &'static str {
+        "store-keys"
+    }
+
+    fn cpu_fwd(&self, cache: &mut CpuStorage, cl: &Layout, rows: &CpuStorage, rl: &Layout) -> Result<()> {
+        let rows = Rows::new(self.name(), rows, rl)?;
+        let CpuStorage::F32(cache) = cache else { bail!("store-keys: expected an f32 cache") };
+        let (_, capacity) = cl.shape().dims2()?;
+        let width = rows.cols;
+        let mut next = 0;
+        for segment in self.segments.iter() {
+            let Segment { slot, start, len } = *segment;
+            if start + len > capacity || !cl.is_contiguous() || (slot + 1) * width * capacity > cl.shape().elem_count() {
+                bail!("store-keys: {segment:?} of width {width} does not fit a cache of {:?}", cl.dims());
+            }
+            let first = cl.start_offset() + slot * width * capacity + start;
+            for i in 0..len {
+                for (d, &value) in rows.row(next + i).iter().enumerate() {
+                    cache[first + d * capacity + i] = value;
+                }
+            }
+            next += len;
+        }
+        Ok(())
+    }
+}
+
 multiversion! {
-    fn attend(q: &[f32], k: Rows<'_>, v: Rows<'_>, base: usize, keys: std::ops::Range<usize>, column: usize, heads: HeadLayout,
+    /// One row and one group of query heads. `k` has a row per dimension of a key, starting at `k_row`.
+    fn attend(q: &[f32], k: Rows<'_>, k_row: usize, v: Rows<'_>, v_row: usize, keys: std::ops::Range<usize>, column: usize, heads: HeadLayout,
         scores: &mut [f32], y: &mut [f32]) {
         let (dim, count, scale) = (heads.head_dim, keys.len(), heads.scale());
-        for (j, key) in keys.clone().enumerate() {
-            let k = k.part(base + key, column, dim);
-            for (head, q) in q.chunks_exact(dim).enumerate() {
-                scores[head * count + j] = dot(q, k) * scale;
+        scores.fill(0.0);
+        for (q, scores) in q.chunks_exact(dim).zip(scores.chunks_exact_mut(count)) {
+            let k = |d: usize| k.part(k_row + d, keys.start, count);
+            let quads = q.chunks_exact(4);
+            let tail = quads.remainder();
+            for (i, q) in quads.enumerate() {
+                axpy4([q[0], q[1], q[2], q[3]], [k(4 * i), k(4 * i + 1), k(4 * i + 2), k(4 * i + 3)], scores);
+            }
+            for (i, &q) in tail.iter().enumerate() {
+                axpy(q, k(dim - tail.len() + i), scores);
+            }
+            for score in scores.iter_mut() {
+                *score *= scale;
             }
         }
         for (head, scores) in scores.chunks_exact_mut(count).enumerate().take(heads.group()) {
             let total = exp_shifted(scores, max(scores));
             let y = &mut y[head * dim..(head + 1) * dim];
-            for (j, key) in keys.clone().enumerate() {
-                axpy(scores[j], v.part(base + key, column, dim), y);
-            }
+            weighted_sum(scores, |j| v.part(v_row + keys.start + j, column, dim), y);
             for value in y.iter_mut() {
                 *value /= total;
             }
@@ -136,7 +189,7 @@ impl CustomOp3 for RaggedAttention {
         let q = Rows::new(self.name(), q, ql)?;
         let (k, v) = (Rows::new(self.name(), k, kl)?, Rows::new(self.name(), v, vl)?);
         let rows: usize = self.segments.iter().map(|s| s.len).sum();
-        if q.count != rows || q.cols != heads * head_dim || k.cols != kv_heads * head_dim || v.cols != k.cols {
+        if q.count != rows || q.cols != heads * head_dim || v.cols != kv_heads * head_dim || k.cols != self.capacity {
             bail!(
                 "attention of {rows} rows, {heads} heads, {kv_heads} key/value heads of {head_dim} got q {:?}, k {:?}, v {:?}",
                 ql.dims(),
@@ -147,25 +200,29 @@ impl CustomOp3 for RaggedAttention {
         let mut places = Vec::with_capacity(rows);
         let mut work = 0;
         for segment in self.segments.iter() {
-            if segment.start + segment.len > self.capacity || (segment.slot + 1) * self.capacity > k.count.min(v.count) {
-                bail!("segment {segment:?} lies outside caches of {} rows, capacity {}", k.count, self.capacity);
+            if segment.start + segment.len > self.capacity || (segment.slot + 1) * self.capacity > v.count
+                || (segment.slot + 1) * v.cols > k.count
+            {
+                bail!("segment {segment:?} lies outside caches of {} rows, capacity {}", v.count, self.capacity);
             }
             for row in 0..segment.len {
                 let keys = self.keys_of_row(segment, row);
                 work += keys.len() * heads * head_dim;
-                places.push((segment.slot * self.capacity, keys));
+                places.push((segment.slot, keys));
             }
         }
         let width = self.heads.group() * head_dim;
         let mut y = vec![0f32; rows * heads * head_dim];
         let run = |scores: &mut Vec<f32>, task: usize, y: &mut [f32]| {
             let (row, kv_head) = (task / kv_heads, task % kv_heads);
-            let (base, keys) = places[row].clone();
+            let (slot, keys) = places[row].clone();
             if keys.is_empty() {
                 return;
             }
             scores.resize(keys.len() * self.heads.group(), 0.0);
-            attend(q.part(row, kv_head * width, width), k, v, base, keys, kv_head * head_dim, self.heads, scores, y);
+            let column = kv_head * head_dim;
+            let (k_row, v_row) = (slot * v.cols + column, slot * self.capacity);
+            attend(q.part(row, kv_head * width, width), k, k_row, v, v_row, keys, column, self.heads, scores, y);
         };
         if work < 1 << 15 {
             let mut scores = Vec::new();

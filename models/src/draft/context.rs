@@ -1,7 +1,9 @@
 //! A drafter at inference: keys and values of the committed context cached per slot, blocks drafted for many at once.
 
+use std::sync::Arc;
+
 use candle_core::Tensor;
-use deepspec_kernels::attention::ragged::{RaggedAttention, Segment, Visibility, store};
+use deepspec_kernels::attention::ragged::{RaggedAttention, Segment, Visibility, store_keys, store_values};
 use deepspec_kernels::rms_norm;
 
 use super::DSpark;
@@ -35,10 +37,11 @@ impl DSpark {
         let positions: Vec<usize> = segments.iter().flat_map(|s| s.start..s.start + s.len).collect();
         let angles = self.rope.at(&positions);
         let context = self.context_rows(features)?;
+        let segments: Arc<[Segment]> = segments.into();
         for (i, layer) in self.layers.iter().enumerate() {
             let (k, v) = layer.context_keys_values(&context, &angles)?;
-            store(&cache.keys[i], &k, &segments, cache.capacity())?;
-            store(&cache.values[i], &v, &segments, cache.capacity())?;
+            store_keys(&cache.keys[i], &k, &segments)?;
+            store_values(&cache.values[i], &v, &segments, cache.capacity())?;
         }
         for &(slot, len) in commits {
             cache.advance(slot, len);
@@ -74,8 +77,8 @@ impl DSpark {
         let mut x = self.block_inputs(anchors.iter().map(|&(_, token)| Some(token)), size)?;
         for (i, layer) in self.layers.iter().enumerate() {
             let block = layer.project(&x, &angles)?;
-            store(&cache.keys[i], &block.k, &attention.segments, attention.capacity)?;
-            store(&cache.values[i], &block.v, &attention.segments, attention.capacity)?;
+            store_keys(&cache.keys[i], &block.k, &attention.segments)?;
+            store_values(&cache.values[i], &block.v, &attention.segments, attention.capacity)?;
             x = layer.finish(&x, &attention.forward(&block.q, &cache.keys[i], &cache.values[i])?)?;
         }
         Ok(rms_norm(&x, &self.norm, self.config.body.rms_norm_eps)?)

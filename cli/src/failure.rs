@@ -1,0 +1,164 @@
+//! What an error of a command means to the user: its words, the hint, and the exit code.
+
+use std::error::Error as StdError;
+use std::fmt;
+use std::io;
+use std::process::ExitCode;
+
+use deepspec_datasets::target_cache::CacheError;
+use deepspec_stages::Fault;
+
+use crate::printer::Printer;
+use crate::{BUG, INTERRUPTED};
+
+/// Exit code of something that the user can fix.
+const USER: u8 = 1;
+
+/// An error of the program itself: what is wrong with what was asked for, and what to do.
+#[derive(Debug)]
+pub(crate) struct Refusal {
+    /// What is wrong.
+    pub problem: String,
+    /// What to do.
+    pub hint: Option<String>,
+}
+
+impl fmt::Display for Refusal {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.problem)
+    }
+}
+
+impl StdError for Refusal {}
+
+/// Prints the error and its hint and gives the exit code.
+pub(crate) fn report(error: &anyhow::Error, printer: &Printer) -> ExitCode {
+    if error.chain().filter_map(io_error).any(|cause| cause.kind() == io::ErrorKind::BrokenPipe) {
+        return ExitCode::SUCCESS;
+    }
+    printer.error(&words(error));
+    if let Some(hint) = hint(error) {
+        printer.hint(&hint);
+    }
+    ExitCode::from(exit_code(error))
+}
+
+/// The error and its causes in one line; a cause that repeats what was said before it is left out.
+pub(crate) fn words(error: &anyhow::Error) -> String {
+    error.chain().map(ToString::to_string).fold(String::new(), |said, cause| {
+        if said.is_empty() {
+            cause
+        } else if said.contains(&cause) {
+            said
+        } else {
+            format!("{said}: {cause}")
+        }
+    })
+}
+
+/// What to do about the error, from the outermost cause that knows.
+pub(crate) fn hint(error: &anyhow::Error) -> Option<String> {
+    error.chain().find_map(|cause| {
+        let refusal = || cause.downcast_ref::<Refusal>().and_then(|error| error.hint.clone());
+        let stage = || cause.downcast_ref::<deepspec_stages::Error>().and_then(deepspec_stages::Error::hint);
+        let model = || cause.downcast_ref::<deepspec_models::Error>().and_then(deepspec_models::Error::hint);
+        let data = || cause.downcast_ref::<deepspec_datasets::Error>().and_then(deepspec_datasets::Error::hint);
+        let cache = || cause.downcast_ref::<CacheError>().and_then(CacheError::hint);
+        refusal().or_else(stage).or_else(model).or_else(data).or_else(cache)
+    })
+}
+
+fn exit_code(error: &anyhow::Error) -> u8 {
+    error.chain().find_map(code_of).unwrap_or(USER)
+}
+
+/// The exit code, if the cause alone tells it.
+fn code_of(cause: &(dyn StdError + 'static)) -> Option<u8> {
+    use deepspec_models::Error as Model;
+
+    if let Some(error) = io_error(cause) {
+        let is_fixable = matches!(
+            error.kind(),
+            io::ErrorKind::NotFound
+                | io::ErrorKind::PermissionDenied
+                | io::ErrorKind::AlreadyExists
+                | io::ErrorKind::NotADirectory
+                | io::ErrorKind::IsADirectory
+                | io::ErrorKind::InvalidInput
+                | io::ErrorKind::InvalidData
+                | io::ErrorKind::InvalidFilename
+        );
+        return Some(if is_fixable { USER } else { BUG });
+    }
+    if let Some(error) = cause.downcast_ref::<deepspec_stages::Error>() {
+        return Some(match error.fault() {
+            Fault::User => USER,
+            Fault::Environment => BUG,
+            Fault::Interrupted => INTERRUPTED,
+        });
+    }
+    match cause.downcast_ref::<Model>() {
+        Some(Model::Tensor { .. } | Model::NoGradient { .. }) => Some(BUG),
+        _ if cause.is::<rayon::ThreadPoolBuildError>() || cause.is::<ctrlc::Error>() => Some(BUG),
+        _ => None,
+    }
+}
+
+/// The operating system's error that a cause is, or passes through as its own.
+fn io_error<'a>(cause: &'a (dyn StdError + 'static)) -> Option<&'a io::Error> {
+    use deepspec_datasets::Error as Data;
+    use deepspec_models::Error as Model;
+    use deepspec_stages::Error as Stage;
+
+    if let Some(Stage::Io(error) | Stage::Model(Model::Io(error)) | Stage::Dataset(Data::Read(error))) =
+        cause.downcast_ref()
+    {
+        return Some(error);
+    }
+    if let Some(Stage::Cache(CacheError::Io(error)) | Stage::Cache(CacheError::DiskFull(error))) = cause.downcast_ref()
+    {
+        return Some(error);
+    }
+    match (cause.downcast_ref(), cause.downcast_ref(), cause.downcast_ref()) {
+        (Some(Model::Io(error)), ..) | (_, Some(Data::Read(error)), _) => Some(error),
+        (.., Some(CacheError::Io(error) | CacheError::DiskFull(error))) => Some(error),
+        _ => cause.downcast_ref(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use anyhow::{Context as _, anyhow};
+
+    use super::*;
+
+    fn missing() -> io::Error {
+        io::Error::new(io::ErrorKind::NotFound, "no such file")
+    }
+
+    #[test]
+    fn code_says_whose_move_it_is() {
+        let full = || io::Error::new(io::ErrorKind::StorageFull, "disk full");
+        let stage = |error: deepspec_stages::Error| anyhow::Error::from(error);
+        assert_eq!(exit_code(&anyhow!("wrong")), 1);
+        assert_eq!(exit_code(&missing().into()), 1);
+        assert_eq!(exit_code(&anyhow::Error::from(full()).context("cannot write")), 2);
+        assert_eq!(exit_code(&stage(missing().into())), 1);
+        assert_eq!(exit_code(&stage(deepspec_models::Error::from(missing()).into())), 1);
+        assert_eq!(exit_code(&deepspec_models::Error::from(full()).into()), 2);
+        assert_eq!(exit_code(&deepspec_datasets::Error::from(missing()).into()), 1);
+        assert_eq!(exit_code(&stage(deepspec_stages::Error::Engine("x".into()))), 2);
+        assert_eq!(exit_code(&stage(deepspec_stages::Error::Interrupted { safe: "all is saved" })), 130);
+    }
+
+    #[test]
+    fn causes_are_told_once_and_hints_are_found() {
+        let error = Err::<(), _>(missing()).context("cannot read `x`: no such file").unwrap_err();
+        assert_eq!(words(&error), "cannot read `x`: no such file");
+        let error = Err::<(), _>(missing()).context("cannot read `x`").unwrap_err();
+        assert_eq!(words(&error), "cannot read `x`: no such file");
+        let refusal = Refusal { problem: "bad".into(), hint: Some("better".into()) };
+        assert_eq!(hint(&anyhow::Error::from(refusal).context("outer")), Some("better".into()));
+        assert_eq!(hint(&missing().into()), None);
+    }
+}

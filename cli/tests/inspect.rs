@@ -1,0 +1,288 @@
+//! The program from outside: exit codes, streams and colours, and what `inspect` says of each kind of path.
+
+#![expect(clippy::unwrap_used, reason = "a failed step fails the test; clippy knows only `#[test]` functions as tests")]
+
+#[path = "inspect/fixtures.rs"]
+mod fixtures;
+
+use std::path::{Path, PathBuf};
+use std::process::{Output, Stdio};
+
+use deepspec_datasets::tokenizer::Tokenizer;
+use serde_json::{Value, json};
+use tempfile::TempDir;
+
+use fixtures::{drafter_tensors, write_cache, write_conversations, write_drafter, write_text_side};
+
+fn command() -> std::process::Command {
+    let mut command = std::process::Command::new(assert_cmd::cargo::cargo_bin!("deepspec"));
+    command.args(["--threads", "1"]).env_remove("NO_COLOR").env_remove("CLICOLOR_FORCE");
+    command
+}
+
+fn run(arguments: &[&str]) -> Output {
+    command().args(arguments).output().unwrap()
+}
+
+fn inspect(path: &Path, options: &[&str]) -> Output {
+    command().arg("inspect").arg(path).args(options).output().unwrap()
+}
+
+fn stdout(output: &Output) -> String {
+    String::from_utf8(output.stdout.clone()).unwrap()
+}
+
+fn stderr(output: &Output) -> String {
+    String::from_utf8(output.stderr.clone()).unwrap()
+}
+
+/// The JSON report on a path, which must end with the exit code given.
+fn report(path: &Path, options: &[&str], code: i32) -> Value {
+    let output = inspect(path, &[options, &["--json"]].concat());
+    assert_eq!(output.status.code(), Some(code), "{}", stderr(&output));
+    serde_json::from_slice(&output.stdout).unwrap()
+}
+
+fn problems(report: &Value) -> Vec<&str> {
+    report["problems"].as_array().unwrap().iter().map(|problem| problem["message"].as_str().unwrap()).collect()
+}
+
+/// A folder with `good.gguf.path` names to be filled by a test.
+fn folder() -> (TempDir, PathBuf) {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().to_owned();
+    (dir, path)
+}
+
+#[test]
+fn help_and_version_are_data_and_succeed() {
+    for arguments in [&["--help"][..], &["inspect", "--help"], &["--version"]] {
+        let output = run(arguments);
+        assert_eq!(output.status.code(), Some(0), "{arguments:?}");
+        assert!(!output.stdout.is_empty() && output.stderr.is_empty(), "{arguments:?}");
+    }
+}
+
+#[test]
+fn mistakes_of_the_user_are_1_with_words_on_stderr() {
+    let (_guard, dir) = folder();
+    let damaged = dir.join("damaged.gguf");
+    fs_err::write(&damaged, b"GGUF\x03\0\0\0\xff\xff\xff\xff\xff\xff\xff\xff").unwrap();
+    let renamed = dir.join("text.gguf");
+    fs_err::write(&renamed, "hello").unwrap();
+    let parquet = dir.join("data.parquet");
+    fs_err::write(&parquet, b"PAR1rest").unwrap();
+    let path = |path: &Path| path.to_str().unwrap().to_owned();
+    let cases: [(Vec<String>, &str); 9] = [
+        (vec![], "Usage"),
+        (vec!["inspect".into(), path(&dir), "--bogus".into()], "--bogus"),
+        (vec!["inspect".into(), path(&damaged), "--quiet".into(), "--verbose".into()], "--verbose"),
+        (vec!["inspect".into(), path(&dir.join("absent"))], "there is no such file"),
+        (vec!["inspect".into(), path(&dir)], "neither `manifest.json`"),
+        (vec!["inspect".into(), path(&damaged)], "is corrupt at byte"),
+        (vec!["inspect".into(), path(&renamed)], "does not start with `GGUF`"),
+        (vec!["inspect".into(), path(&damaged), "--check".into()], "`--check` is for target caches"),
+        (vec!["inspect".into(), path(&parquet)], "Parquet"),
+    ];
+    for (arguments, expected) in cases {
+        let output = run(&arguments.iter().map(String::as_str).collect::<Vec<_>>());
+        assert_eq!(output.status.code(), Some(1), "{arguments:?}");
+        assert!(output.stdout.is_empty(), "{arguments:?}");
+        assert!(stderr(&output).contains(expected), "{arguments:?}: {}", stderr(&output));
+    }
+    assert!(stderr(&inspect(&damaged, &[])).contains("\nhint: download"));
+}
+
+#[test]
+fn no_color_wins_and_pipes_have_no_colours() {
+    let (_guard, dir) = folder();
+    let path = dir.join("rows.jsonl");
+    write_conversations(&path, 0);
+    let run = |variables: &[&str]| {
+        let mut command = command();
+        command.arg("inspect").arg(&path).args(["--sample", "0"]);
+        variables.iter().for_each(|variable| _ = command.env(variable, "1"));
+        stdout(&command.output().unwrap())
+    };
+    assert!(run(&["CLICOLOR_FORCE"]).contains("\x1b[1m"));
+    assert!(!run(&["CLICOLOR_FORCE", "NO_COLOR"]).contains('\x1b'));
+    assert!(!run(&[]).contains('\x1b'));
+}
+
+#[test]
+fn a_reader_that_stops_reading_is_no_error() {
+    let (_guard, dir) = folder();
+    let path = dir.join("rows.jsonl");
+    // More than a pipe holds, so that the program is still writing when its reader goes.
+    write_conversations(&path, 20_000);
+    let mut child = command().arg("inspect").arg(&path).arg("-v").stdout(Stdio::piped()).spawn().unwrap();
+    drop(child.stdout.take());
+    assert_eq!(child.wait().unwrap().code(), Some(0));
+}
+
+#[test]
+fn conversations_are_counted_and_shown_safely() {
+    let (_guard, dir) = folder();
+    let (path, model) = (dir.join("rows.jsonl"), dir.join("model"));
+    write_conversations(&path, 12);
+    write_text_side(&model);
+
+    let counted = report(&path, &[], 0);
+    assert_eq!(counted["rows"], json!({ "rows": 14, "usable": 2, "rejected": 12, "repaired": 0 }));
+    assert_eq!(counted["rejects"], json!([{ "rows": 12, "reason": "not JSON" }]));
+    assert_eq!(counted["first_rejects"].as_array().unwrap().len(), 10);
+    assert_eq!(report(&path, &["-v"], 0)["first_rejects"].as_array().unwrap().len(), 12);
+
+    let shown = stdout(&inspect(&path, &["--sample", "1"]));
+    assert!(shown.contains("a\\u{1b}[2J\\u{202e}b") && !shown.contains(['\x1b', '\u{202e}']), "{shown}");
+    let masked = stdout(&inspect(&path, &["--sample", "0", "--model", model.to_str().unwrap()]));
+    assert!(masked.contains("<|im_start|>assistant\n⟦yo<|im_end|>⟧\n"), "{masked}");
+
+    let outside = inspect(&path, &["--sample", "14"]);
+    assert_eq!(outside.status.code(), Some(1));
+    assert!(stderr(&outside).contains("which has 14 rows"), "{}", stderr(&outside));
+}
+
+#[test]
+fn a_file_without_usable_rows_is_a_problem() {
+    let (_guard, dir) = folder();
+    let path = dir.join("rows.jsonl");
+    fs_err::write(&path, "{\"messages\": []}\n").unwrap();
+    let report = report(&path, &[], 1);
+    assert!(problems(&report)[0].starts_with("no row of"), "{report}");
+}
+
+#[test]
+fn caches_show_their_manifest_and_masked_samples() {
+    let (_guard, dir) = folder();
+    let (cache, model) = (dir.join("cache"), dir.join("model"));
+    write_text_side(&model);
+    write_cache(&cache, Tokenizer::from_file(model.join("tokenizer.json")).unwrap().hash());
+
+    let found = report(&cache, &["--check"], 0);
+    assert_eq!(found["kind"], "target_cache");
+    assert_eq!(found["check"]["sound"], true);
+    assert_eq!(found["cache"]["tokens"], 12);
+    assert_eq!(found["cache"]["supervised_percent"], json!(50.0));
+    assert_eq!(found["recipe"], json!({ "seed": 1 }));
+    assert_eq!(found["shards"].as_array().unwrap().len(), 2);
+
+    let ids = stdout(&inspect(&cache, &["--sample", "1"]));
+    assert!(ids.contains("256 104 105 ⟦121 111 257 ⟧"), "{ids}");
+    let text = inspect(&cache, &["--sample", "1", "--model", model.to_str().unwrap()]);
+    assert!(stdout(&text).contains("<|im_start|>hi⟦yo<|im_end|>⟧"), "{}", stdout(&text));
+    let mut coloured = command();
+    coloured.arg("inspect").arg(&cache).args(["--sample", "1", "--model"]).arg(&model).env("CLICOLOR_FORCE", "1");
+    assert!(stdout(&coloured.output().unwrap()).contains("\x1b[32myo<|im_end|>\x1b[39m"));
+}
+
+#[test]
+fn a_cache_of_another_tokenizer_is_a_problem() {
+    let (_guard, dir) = folder();
+    let (cache, model) = (dir.join("cache"), dir.join("model"));
+    write_text_side(&model);
+    write_cache(&cache, "cafe");
+    let report = report(&cache, &["--sample", "0", "--model", model.to_str().unwrap()], 1);
+    assert!(problems(&report)[0].starts_with("tokenizer differs: the cache was made with `cafe`"), "{report}");
+}
+
+#[test]
+fn check_finds_a_flipped_bit() {
+    let (_guard, cache) = folder();
+    write_cache(&cache, "cafe");
+    let shard = cache.join("shard-00001.arrow");
+    let mut bytes = fs_err::read(&shard).unwrap();
+    let at = bytes.windows(4).rposition(|window| window == 257_u32.to_le_bytes()).unwrap();
+    bytes[at] ^= 2;
+    fs_err::write(&shard, bytes).unwrap();
+    assert_eq!(report(&cache, &[], 0)["problems"], json!([]), "only a check reads the shards");
+    let report = report(&cache, &["--check"], 1);
+    assert_eq!(report["check"]["sound"], false);
+    assert!(problems(&report).iter().any(|problem| problem.contains("crc32c")), "{report}");
+}
+
+#[test]
+fn drafters_show_their_layout_and_layers_in_every_convention() {
+    let (_guard, dir) = folder();
+    write_drafter(&dir, &drafter_tensors());
+    let report = report(&dir, &[], 0);
+    assert_eq!(report["kind"], "drafter");
+    let facts = &report["drafter"];
+    assert_eq!(facts["algorithm"], "DSpark");
+    assert_eq!(facts["block_layout"], "anchor first: 5 rows give 5 proposals");
+    assert_eq!(facts["markov_head"], "vanilla");
+    let ids: Vec<_> = report["target_layers"].as_array().unwrap().iter().map(|row| row["ids"].clone()).collect();
+    assert_eq!(ids, [json!([-1, 2]), json!([0, 3]), json!([0, 3]), json!([-1, 2])]);
+    assert_eq!(report["weights"]["tensors_per_type"], json!({ "BF16": 17 }));
+    let fc = report["tensors"].as_array().unwrap().iter().find(|row| row["name"] == "fc.weight").unwrap();
+    assert_eq!(*fc, json!({ "name": "fc.weight", "shape": [8, 16], "type": "BF16" }));
+}
+
+#[test]
+fn every_fault_of_a_checkpoint_is_listed() {
+    let (_guard, dir) = folder();
+    let mut tensors = drafter_tensors();
+    tensors.retain(|(name, _)| name != "norm.weight");
+    tensors[0].1 = vec![8, 24];
+    tensors.push(("extra\u{1b}.weight".into(), vec![1]));
+    write_drafter(&dir, &tensors);
+    assert_eq!(
+        problems(&report(&dir, &[], 1)),
+        [
+            "tensor `norm.weight` of shape [8] is missing",
+            "tensor `extra\u{1b}.weight` is none that the configuration asks for",
+            "tensor `fc.weight` has shape [8, 24], expected [8, 16]",
+        ]
+    );
+    assert!(!stdout(&inspect(&dir, &[])).contains('\x1b'));
+}
+
+#[test]
+fn a_damaged_checkpoint_is_a_problem_and_its_config_is_shown() {
+    let (_guard, dir) = folder();
+    write_drafter(&dir, &drafter_tensors());
+    let weights = dir.join("model.safetensors");
+    let bytes = fs_err::read(&weights).unwrap();
+    fs_err::write(&weights, &bytes[..bytes.len() - 1]).unwrap();
+    let report = report(&dir, &[], 1);
+    assert_eq!(report["drafter"]["block_size"], 5);
+    assert!(problems(&report)[0].starts_with("cannot read safetensors file"), "{report}");
+}
+
+/// The folder of shared data; prints that the test is skipped where there is none.
+#[expect(clippy::disallowed_methods, reason = "tests find data that is not committed through the environment")]
+fn shared() -> Option<PathBuf> {
+    let path = std::env::var_os("DEEPSPEC_SHARED").map(PathBuf::from);
+    if path.is_none() {
+        println!("skipped: DEEPSPEC_SHARED is not set");
+    }
+    path
+}
+
+#[test]
+fn reference_checkpoints_have_no_problems() {
+    let Some(shared) = shared() else { return };
+    let drafters = ["dspark_vanilla", "dspark_gated", "dspark_rnn", "dspark_vanilla_noconf", "dflash"];
+    for name in drafters {
+        let report = report(&shared.join("golden").join(name), &[], 0);
+        assert_eq!(report["drafter"]["algorithm"], if name == "dflash" { "DFlash" } else { "DSpark" }, "{name}");
+        assert_eq!(report["target_layers"][1]["ids"], json!([1, 3, 5]), "{name}");
+    }
+    let target = report(&shared.join("golden/target"), &[], 0);
+    assert_eq!(target["target"]["family"], "qwen3");
+    assert_eq!(target["target"]["stop_ids"], json!([2, 5]));
+}
+
+#[test]
+fn messy_files_end_with_a_report_or_an_error() {
+    let Some(shared) = shared() else { return };
+    let mut reports = 0;
+    for entry in fs_err::read_dir(shared.join("data/messy")).unwrap() {
+        let output = inspect(&entry.unwrap().path(), &["--json", "-v"]);
+        let code = output.status.code().unwrap();
+        assert!(code == 0 || (code == 1 && stderr(&output).starts_with("error: ")), "{}", stderr(&output));
+        assert!(!stdout(&output).contains(['\x1b', '\u{202e}', '\u{200b}']));
+        reports += usize::from(code == 0);
+    }
+    assert!(reports >= 10, "{reports} reports");
+}

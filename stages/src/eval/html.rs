@@ -1,0 +1,242 @@
+//! `report.html`: the result as one page that needs nothing else, readable on a phone, light or dark as the reader's system.
+
+use std::fmt::Write;
+
+use super::metrics::DEFINITIONS;
+use super::outcome::{EvalOutcome, Group, TemperatureResult};
+use super::plots::{Bar, Line, Point, bars, escape, lines};
+use super::report::{Table, number, tables};
+use crate::recipe::Proposer;
+
+const STYLE: &str = include_str!("report.css");
+/// Positions in the reliability diagram, and colours there are.
+const DIAGRAM_POSITIONS: usize = 7;
+/// Colours of drafting, the target and the rest in the time split.
+const SPLIT_COLORS: [(&str, usize); 3] = [("draft", 2), ("target", 0), ("other", 1)];
+
+/// The whole page.
+pub(super) fn page(outcome: &EvalOutcome) -> String {
+    let title = escape(&outcome.title());
+    let mut body = format!("<p class=\"soft\">deepspec evaluation</p><h1>{title}</h1>");
+    let prompts: usize = outcome.sets.iter().map(|set| set.prompts).sum();
+    _ = write!(
+        body,
+        "<p class=\"soft\">{prompts} prompts · {} · {} · {}</p>",
+        escape(&outcome.origin.machine),
+        escape(&outcome.origin.kernels),
+        escape(&outcome.origin.started)
+    );
+    body.push_str(&tiles(outcome));
+    let cautions = outcome.cautions();
+    if !cautions.is_empty() {
+        let items: String = cautions.iter().map(|text| format!("<li>{}</li>", escape(text))).collect();
+        _ = write!(body, "<ul class=\"mind\">{items}</ul>");
+    }
+    for result in &outcome.temperatures {
+        body.push_str(&section(result));
+    }
+    let definitions = DEFINITIONS.iter().map(|(name, meaning)| (*name, (*meaning).to_owned()));
+    _ = write!(body, "<h2>What was run</h2>{}", list(outcome.facts().into_iter()));
+    _ = write!(body, "<h2>Definitions</h2>{}", list(definitions));
+    format!(
+        "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">\
+         <meta name=\"viewport\" content=\"width=device-width, initial-scale=1\"><title>{title}</title>\
+         <style>{STYLE}</style></head>\n<body><main>{body}</main></body></html>\n"
+    )
+}
+
+/// The few numbers that most readers come for, of the first temperature.
+fn tiles(outcome: &EvalOutcome) -> String {
+    let mut tiles = String::new();
+    let mut tile = |value: &str, class: &str, text: &str| {
+        let (value, text) = (escape(value), escape(text));
+        _ = write!(
+            tiles,
+            "<div class=\"tile\"><b class=\"{class}\">{value}</b><span class=\"soft\">{text}</span></div>"
+        );
+    };
+    let speculative = |result: &TemperatureResult| -> Vec<_> {
+        result.all.proposers.iter().filter(|found| found.proposer != Proposer::Plain).cloned().collect()
+    };
+    for found in outcome.temperatures.first().map(speculative).unwrap_or_default() {
+        let tau = number(found.acceptance.tau, 2);
+        match found.speedup.map(|speedup| speedup.totals) {
+            Some(totals) => {
+                let range = match (totals.low, totals.high) {
+                    (Some(low), Some(high)) => format!(" (95 %: {low:.2} to {high:.2})"),
+                    _ => String::new(),
+                };
+                let class = if totals.value < 1.0 { "bad" } else { "" };
+                let text = format!("{} against plain decoding{range}, tau {tau}", found.name);
+                tile(&format!("{:.2}×", totals.value), class, &text);
+            }
+            None => tile(&tau, "", &format!("tau of {}", found.name)),
+        }
+    }
+    match outcome.lossless {
+        Some(true) => {
+            tile("lossless", "good", &format!("all {} answers compared equal plain decoding", outcome.compared))
+        }
+        Some(false) => {
+            let text =
+                format!("{} of {} answers differ from plain decoding", outcome.differences.len(), outcome.compared);
+            tile("not lossless", "bad", &text);
+        }
+        None => {}
+    }
+    format!("<div class=\"tiles\">{tiles}</div>")
+}
+
+fn section(result: &TemperatureResult) -> String {
+    let mut html = String::new();
+    let mut all = tables(result).into_iter();
+    if let Some(summary) = all.next() {
+        _ = write!(html, "<h2>{}</h2>{}", escape(&summary.title), table(&summary));
+    }
+    _ = write!(
+        html,
+        "<div class=\"plots\">{}{}{}{}</div>",
+        acceptance(result),
+        taus(result),
+        times(result),
+        reliability(result)
+    );
+    let details: String = all.map(|part| format!("<h3>{}</h3>{}", escape(&part.title), table(&part))).collect();
+    _ = write!(html, "<details><summary>All numbers</summary>{details}</details>");
+    html
+}
+
+fn table(table: &Table) -> String {
+    let row = |cells: &[String], tag: &str| -> String {
+        let cells: String = cells.iter().map(|cell| format!("<{tag}>{}</{tag}>", escape(cell))).collect();
+        format!("<tr>{cells}</tr>")
+    };
+    let rows: String = table.rows.iter().map(|cells| row(cells, "td")).collect();
+    let header = row(&table.header, "th");
+    format!("<div class=\"scroll\"><table><thead>{header}</thead><tbody>{rows}</tbody></table></div>")
+}
+
+fn list(facts: impl Iterator<Item = (&'static str, String)>) -> String {
+    let facts: String =
+        facts.map(|(name, value)| format!("<dt>{}</dt><dd>{}</dd>", escape(name), escape(&value))).collect();
+    format!("<dl>{facts}</dl>")
+}
+
+fn figure(title: &str, text: &str, legend: &[(String, usize)], svg: &str) -> String {
+    let entry = |(name, color): &(String, usize)| {
+        format!("<li><i style=\"background:var(--c{color})\"></i>{}</li>", escape(name))
+    };
+    let legend: String = legend.iter().map(entry).collect();
+    format!(
+        "<figure><figcaption><b>{}</b>{}</figcaption>{svg}<ul class=\"legend\">{legend}</ul></figure>",
+        escape(title),
+        escape(text)
+    )
+}
+
+fn color(proposer: Proposer) -> usize {
+    match proposer {
+        Proposer::Plain => 0,
+        Proposer::Ngram => 1,
+        Proposer::Draft => 2,
+    }
+}
+
+/// Acceptance of the prefix (solid) and given the tokens before (dashed) per block position.
+fn acceptance(result: &TemperatureResult) -> String {
+    let (mut drawn, mut legend, mut longest) = (Vec::new(), Vec::new(), 0);
+    for found in result.all.proposers.iter().filter(|found| !found.acceptance.positions.is_empty()) {
+        let color = color(found.proposer);
+        let points = |rate: fn(&super::metrics::PositionAcceptance) -> Option<f64>| -> Vec<Point> {
+            let point = |at: &super::metrics::PositionAcceptance| {
+                let y = rate(at)?;
+                let tip = format!("{} at {}: {y:.3} of {} rounds", found.name, at.k, at.proposed);
+                Some(Point { x: at.k as f64, y, radius: 4.0, tip })
+            };
+            found.acceptance.positions.iter().filter_map(point).collect()
+        };
+        drawn.push(Line { color, dashed: true, points: points(|at| at.conditional_rate) });
+        drawn.push(Line { color, dashed: false, points: points(|at| at.accept_rate) });
+        legend.push((found.name.clone(), color));
+        longest = longest.max(found.acceptance.positions.len());
+    }
+    if drawn.is_empty() {
+        return String::new();
+    }
+    let ticks: Vec<(f64, String)> = (1..=longest).map(|k| (k as f64, k.to_string())).collect();
+    let title = "Acceptance per position";
+    let svg = lines(title, (1.0, longest as f64), &ticks, "position in the block", &drawn, false);
+    let text = "Share of rounds in which the tokens up to the position were all accepted; dashed: given that those before it were.";
+    figure(title, text, &legend, &svg)
+}
+
+/// Acceptance length per domain, or per set where the prompts have no domain.
+fn taus(result: &TemperatureResult) -> String {
+    let (what, groups) = match (&result.domains[..], &result.sets[..]) {
+        ([], sets) => ("set", sets),
+        (domains, _) => ("domain", domains),
+    };
+    let group = |group: &Group| {
+        let bar = |found: &super::outcome::ProposerResult| {
+            let tau = found.acceptance.tau?;
+            let tip = format!("{}, {}: tau {tau:.3}", group.name, found.name);
+            Some(Bar {
+                label: found.name.clone(),
+                parts: vec![(color(found.proposer), tau, tip)],
+                value: format!("{tau:.2}"),
+            })
+        };
+        (Some(format!("{} ({} prompts)", group.name, group.prompts)), group.proposers.iter().filter_map(bar).collect())
+    };
+    let groups: Vec<(Option<String>, Vec<Bar>)> = groups.iter().map(group).collect();
+    let title = format!("Tokens per round, per {what}");
+    figure(&title, "Tau: plain decoding has 1; more is better.", &[], &bars(&title, &groups))
+}
+
+/// Time per output token by phase.
+fn times(result: &TemperatureResult) -> String {
+    let bar = |found: &super::outcome::ProposerResult| {
+        let (speed, split) = (&found.speed, found.speed.split?);
+        let total = 1e3 * speed.wall_s / speed.tokens as f64;
+        let shares = [split.draft, split.target, split.other];
+        let part = |(&(phase, color), share): (&(&str, usize), f64)| {
+            (color, total * share, format!("{phase}: {:.2} ms/token, {:.0} %", total * share, 100.0 * share))
+        };
+        let parts = SPLIT_COLORS.iter().zip(shares).map(part).collect();
+        Some(Bar { label: found.name.clone(), parts, value: format!("{total:.2} ms") })
+    };
+    let rows: Vec<Bar> = result.all.proposers.iter().filter_map(bar).collect();
+    let legend = SPLIT_COLORS.map(|(phase, color)| (phase.to_owned(), color));
+    let title = "Time per token";
+    let text = "Wall-clock time per output token and where it goes; less is better.";
+    figure(title, text, &legend, &bars(title, &[(None, rows)]))
+}
+
+/// Reliability diagram of the confidences.
+fn reliability(result: &TemperatureResult) -> String {
+    let Some(report) = result.all.proposers.iter().find_map(|found| found.calibration.as_ref()) else {
+        return String::new();
+    };
+    let (mut drawn, mut legend) = (Vec::new(), Vec::new());
+    for at in report.positions.iter().take(DIAGRAM_POSITIONS) {
+        // Blue first, as in the other plots.
+        let color = [2, 3, 1, 4, 5, 6, 7][at.position % DIAGRAM_POSITIONS];
+        let point = |bin: &super::confidence::ReliabilityBin| {
+            let (x, y) = (bin.predicted_mean, bin.observed_mean);
+            let radius = 2.0 + 6.0 * (bin.count as f64 / at.count.max(1) as f64).sqrt();
+            let tip = format!("up to {}: predicted {x:.3}, observed {y:.3}, {} rounds", at.position + 1, bin.count);
+            Point { x, y, radius, tip }
+        };
+        drawn.push(Line { color, dashed: false, points: at.reliability.iter().map(point).collect() });
+        legend.push((format!("up to {}", at.position + 1), color));
+    }
+    let ticks: Vec<(f64, String)> =
+        (0..=4).map(|step| f64::from(step) / 4.0).map(|at| (at, format!("{at:.2}"))).collect();
+    let title = "Reliability of the confidence";
+    let svg = lines(title, (0.0, 1.0), &ticks, "predicted acceptance", &drawn, true);
+    let ece = number(report.summary.ece, 3);
+    let text = format!(
+        "Observed against predicted acceptance of the prefix; the diagonal is perfect, larger dots hold more rounds. Mean ECE {ece}."
+    );
+    figure(title, &text, &legend, &svg)
+}

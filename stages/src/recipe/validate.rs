@@ -1,0 +1,236 @@
+//! Checks of a recipe's values, alone and together. All problems are reported at once.
+
+use std::fmt::Display;
+
+use super::layers::check_ids;
+use super::{Algorithm, MarkovInit, PromptSource, Proposer, Recipe, TargetLayers};
+use crate::error::{Error, Result};
+
+/// Longest block that a drafter's configuration may state.
+const MAX_BLOCK_SIZE: usize = 256;
+/// Longest suffix of the n-gram lookup.
+const MAX_NGRAM: usize = 64;
+
+/// Collects what is wrong.
+#[derive(Default)]
+struct Problems(Vec<String>);
+
+impl Problems {
+    fn check(&mut self, fits: bool, field: &str, value: impl Display, allowed: impl Display) {
+        if !fits {
+            self.0.push(format!("`{field}` is {value}, allowed: {allowed}"));
+        }
+    }
+
+    fn at_least_one(&mut self, field: &str, value: u64) {
+        self.check(value >= 1, field, value, "at least 1");
+    }
+
+    fn not_negative(&mut self, field: &str, value: f64) {
+        self.check(value.is_finite() && value >= 0.0, field, value, "a number of at least 0");
+    }
+
+    fn positive(&mut self, field: &str, value: f64) {
+        self.check(value.is_finite() && value > 0.0, field, value, "a number above 0");
+    }
+
+    fn share(&mut self, field: &str, value: f64) {
+        self.check((0.0..=1.0).contains(&value), field, value, "0 to 1");
+    }
+
+    fn seed(&mut self, field: &str, value: u64) {
+        self.check(i64::try_from(value).is_ok(), field, value, format!("0 to {}", i64::MAX));
+    }
+
+    fn filters(&mut self, section: &str, top_p: f64, min_p: f64) {
+        self.check(top_p > 0.0 && top_p <= 1.0, &format!("{section}.top_p"), top_p, "above 0, at most 1");
+        self.share(&format!("{section}.min_p"), min_p);
+    }
+}
+
+impl Recipe {
+    pub(super) fn check(&self, origin: &str) -> Result<()> {
+        let mut problems = Problems::default();
+        self.check_data(&mut problems);
+        self.check_draft(&mut problems);
+        self.check_train(&mut problems);
+        self.check_phases(&mut problems);
+        self.check_eval(&mut problems);
+        match problems.0.as_slice() {
+            [] => Ok(()),
+            list => Err(Error::Recipe { origin: origin.into(), problem: list.join("\n") }),
+        }
+    }
+
+    fn check_data(&self, problems: &mut Problems) {
+        let Self { target, data, prepare, .. } = self;
+        problems.check(
+            !target.model.trim().is_empty(),
+            "target.model",
+            "empty",
+            "a folder, file, Hub id or `pypi:` name",
+        );
+        problems.share("data.max_bad_ratio", data.max_bad_ratio);
+        problems.check(data.limit != Some(0), "data.limit", 0, "at least 1, or no such key for all prompts");
+        problems.check(
+            prepare.regenerate || data.prompts != PromptSource::BuiltIn,
+            "prepare.regenerate",
+            "false",
+            "true, since the built-in prompts of `data.prompts` have no answers",
+        );
+        let samples = prepare.samples_per_prompt;
+        problems.at_least_one("prepare.samples_per_prompt", samples as u64);
+        problems.check(
+            samples <= 1 || (prepare.regenerate && !prepare.sampling().is_greedy()),
+            "prepare.samples_per_prompt",
+            samples,
+            "1 where the answers of a prompt are all the same (`regenerate` false or `temperature` 0)",
+        );
+        problems.not_negative("prepare.temperature", prepare.temperature);
+        problems.filters("prepare", prepare.top_p, prepare.min_p);
+        problems.at_least_one("prepare.max_new_tokens", prepare.max_new_tokens as u64);
+        problems.check(
+            prepare.max_length > prepare.max_new_tokens,
+            "prepare.max_length",
+            prepare.max_length,
+            format!("more than `prepare.max_new_tokens` ({})", prepare.max_new_tokens),
+        );
+        problems.at_least_one("prepare.batch_size", prepare.batch_size as u64);
+        problems.at_least_one("prepare.samples_per_shard", prepare.samples_per_shard as u64);
+        problems.seed("prepare.seed", prepare.seed);
+    }
+
+    fn check_draft(&self, problems: &mut Problems) {
+        let draft = &self.draft;
+        problems.at_least_one("draft.num_layers", draft.num_layers as u64);
+        let range = 1..=MAX_BLOCK_SIZE;
+        problems.check(range.contains(&draft.block_size), "draft.block_size", draft.block_size, "1 to 256");
+        if let TargetLayers::Ids(ids) = &draft.target_layer_ids
+            && let Err(allowed) = check_ids(ids, i32::MAX)
+        {
+            problems.check(false, "draft.target_layer_ids", format!("{ids:?}"), allowed);
+        }
+        if draft.algorithm == Algorithm::Dflash {
+            problems.check(draft.markov_rank == 0, "draft.markov_rank", draft.markov_rank, "0 for `dflash`");
+            problems.check(!draft.confidence_head, "draft.confidence_head", "true", "false for `dflash`");
+        }
+        problems.check(
+            !draft.confidence_head_with_markov || (draft.confidence_head && draft.markov_rank > 0),
+            "draft.confidence_head_with_markov",
+            "true",
+            "false without `confidence_head` or with `markov_rank` 0",
+        );
+        problems.check(
+            draft.markov_rank > 0 || self.init.markov == MarkovInit::Random,
+            "init.markov",
+            "bigram",
+            "random with `draft.markov_rank` 0",
+        );
+        problems.check(draft.sliding_window != Some(0), "draft.sliding_window", 0, "at least 1, or no such key");
+    }
+
+    fn check_train(&self, problems: &mut Problems) {
+        let train = &self.train;
+        match (train.epochs, train.steps) {
+            (Some(_), Some(_)) => problems.check(false, "train.epochs", "given beside `train.steps`", "one of the two"),
+            (None, None) => problems.check(false, "train.epochs", "absent, as is `train.steps`", "one of the two"),
+            (Some(epochs), None) => problems.positive("train.epochs", epochs),
+            (None, Some(steps)) => problems.at_least_one("train.steps", steps),
+        }
+        problems.at_least_one("train.batch_size", train.batch_size as u64);
+        problems.check(
+            train.micro_batch_size >= 1 && train.batch_size.is_multiple_of(train.micro_batch_size),
+            "train.micro_batch_size",
+            train.micro_batch_size,
+            format!("a divisor of `train.batch_size` ({})", train.batch_size),
+        );
+        problems.at_least_one("train.num_anchors", train.num_anchors as u64);
+        problems.positive("train.lr", train.lr);
+        let warmup = train.warmup_ratio;
+        problems.check((0.0..1.0).contains(&warmup), "train.warmup_ratio", warmup, "at least 0, below 1");
+        problems.not_negative("train.weight_decay", train.weight_decay);
+        problems.positive("train.max_grad_norm", train.max_grad_norm);
+        problems.not_negative("train.loss_decay_gamma", train.loss_decay_gamma);
+        problems.at_least_one("train.checkpoint_every", train.checkpoint_every);
+        problems.at_least_one("train.keep_checkpoints", train.keep_checkpoints as u64);
+        problems.at_least_one("train.log_every", train.log_every);
+        problems.seed("train.seed", train.seed);
+    }
+
+    fn check_phases(&self, problems: &mut Problems) {
+        let phases = &self.train.phases;
+        let ends: Vec<f64> = phases.iter().map(|phase| phase.until).collect();
+        problems.check(
+            ends.first().is_some_and(|first| *first > 0.0)
+                && ends.is_sorted_by(|a, b| a < b)
+                && ends.last() == Some(&1.0),
+            "train.phases",
+            format!("a list with `until` {ends:?}"),
+            "at least one phase, `until` above 0, rising, and 1 for the last",
+        );
+        for (index, phase) in phases.iter().enumerate() {
+            let field = |name: &str| format!("train.phases.{index}.{name}");
+            for (name, weight) in
+                [("ce", phase.ce), ("tv", phase.tv), ("kl", phase.kl), ("confidence", phase.confidence)]
+            {
+                problems.not_negative(&field(name), weight);
+            }
+            problems.positive(&field("kl_temperature"), phase.kl_temperature);
+            let sum = phase.ce + phase.tv + phase.kl;
+            problems.check(sum != 0.0, &field("ce"), "0, as are `tv` and `kl`", "at least one of them above 0");
+            problems.check(
+                phase.confidence == 0.0 || self.draft.confidence_head,
+                &field("confidence"),
+                phase.confidence,
+                "0 without `draft.confidence_head`",
+            );
+        }
+        problems.check(
+            !self.draft.confidence_head || phases.iter().any(|phase| phase.confidence > 0.0),
+            "train.phases",
+            "without a `confidence` above 0",
+            "at least one such phase, since `draft.confidence_head` would stay untrained",
+        );
+    }
+
+    fn check_eval(&self, problems: &mut Problems) {
+        let eval = &self.eval;
+        problems.check(!eval.prompts.is_empty(), "eval.prompts", "empty", "at least one set");
+        problems.check(!has_repeats(&eval.prompts), "eval.prompts", "a list with a repeat", "each set once");
+        problems.check(eval.limit != Some(0), "eval.limit", 0, "at least 1, or no such key for all prompts");
+        problems.at_least_one("eval.max_new_tokens", eval.max_new_tokens as u64);
+        let temperatures = &eval.temperatures;
+        problems.check(
+            !temperatures.is_empty()
+                && !has_repeats(temperatures)
+                && temperatures.iter().all(|t| t.is_finite() && *t >= 0.0),
+            "eval.temperatures",
+            format!("{temperatures:?}"),
+            "at least one number, each once and at least 0",
+        );
+        problems.filters("eval", eval.top_p, eval.min_p);
+        problems.check(
+            !eval.proposers.is_empty() && !has_repeats(&eval.proposers),
+            "eval.proposers",
+            format!("{:?}", eval.proposers),
+            "at least one of `plain`, `ngram` and `draft`, each once",
+        );
+        problems.check((1..=MAX_NGRAM).contains(&eval.ngram_max), "eval.ngram_max", eval.ngram_max, "1 to 64");
+        let range = 1..=MAX_BLOCK_SIZE;
+        problems.check(range.contains(&eval.ngram_block), "eval.ngram_block", eval.ngram_block, "1 to 256");
+        let threshold = eval.confidence_threshold;
+        problems.check((0.0..1.0).contains(&threshold), "eval.confidence_threshold", threshold, "at least 0, below 1");
+        problems.check(
+            threshold == 0.0 || self.draft.confidence_head || !eval.proposers.contains(&Proposer::Draft),
+            "eval.confidence_threshold",
+            threshold,
+            "0 without `draft.confidence_head`",
+        );
+        problems.seed("eval.seed", eval.seed);
+        problems.at_least_one("eval.batch_size", eval.batch_size as u64);
+    }
+}
+
+fn has_repeats<T: PartialEq>(list: &[T]) -> bool {
+    list.iter().enumerate().any(|(index, item)| list[..index].contains(item))
+}
