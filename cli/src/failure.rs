@@ -110,20 +110,22 @@ fn io_error<'a>(cause: &'a (dyn StdError + 'static)) -> Option<&'a io::Error> {
     use deepspec_models::Error as Model;
     use deepspec_stages::Error as Stage;
 
-    if let Some(Stage::Io(error) | Stage::Model(Model::Io(error)) | Stage::Dataset(Data::Read(error))) =
-        cause.downcast_ref()
-    {
-        return Some(error);
-    }
-    if let Some(Stage::Cache(CacheError::Io(error)) | Stage::Cache(CacheError::DiskFull(error))) = cause.downcast_ref()
-    {
-        return Some(error);
-    }
-    match (cause.downcast_ref(), cause.downcast_ref(), cause.downcast_ref()) {
-        (Some(Model::Io(error)), ..) | (_, Some(Data::Read(error)), _) => Some(error),
-        (.., Some(CacheError::Io(error) | CacheError::DiskFull(error))) => Some(error),
-        _ => cause.downcast_ref(),
-    }
+    let of_model = |error: &'a Model| if let Model::Io(error) = error { Some(error) } else { None };
+    let of_data = |error: &'a Data| if let Data::Read(error) = error { Some(error) } else { None };
+    let of_cache = |error: &'a CacheError| match error {
+        CacheError::Io(error) | CacheError::DiskFull(error) => Some(error),
+        _ => None,
+    };
+    let of_stage = |error: &'a Stage| match error {
+        Stage::Io(error) => Some(error),
+        Stage::Model(error) => of_model(error),
+        Stage::Dataset(error) => of_data(error),
+        Stage::Cache(error) => of_cache(error),
+        _ => None,
+    };
+    let lower = || cause.downcast_ref().and_then(of_model).or_else(|| cause.downcast_ref().and_then(of_data));
+    let stage = || cause.downcast_ref().and_then(of_stage).or_else(|| cause.downcast_ref().and_then(of_cache));
+    cause.downcast_ref().or_else(lower).or_else(stage)
 }
 
 #[cfg(test)]

@@ -19,12 +19,16 @@ pub(crate) struct Printer {
     verbose: bool,
     /// Data is printed as JSON.
     json: bool,
+    stdout: ColorChoice,
+    stderr: ColorChoice,
 }
 
 impl Printer {
     /// A printer for these options.
     pub(crate) fn new(options: &GlobalOptions) -> Self {
-        Self { quiet: options.quiet, verbose: options.verbose, json: options.json }
+        let GlobalOptions { quiet, verbose, json, .. } = *options;
+        let (stdout, stderr) = (AutoStream::choice(&io::stdout()), AutoStream::choice(&io::stderr()));
+        Self { quiet, verbose, json, stdout, stderr }
     }
 
     /// Whether long tables are printed whole.
@@ -39,7 +43,7 @@ impl Printer {
 
     /// Whether standard output shows colours.
     pub(crate) fn colours_data(&self) -> bool {
-        AutoStream::choice(&io::stdout()) != ColorChoice::Never
+        self.stdout != ColorChoice::Never
     }
 
     /// Data and a line break to standard output. Foreign text in it must have gone through [`visible`].
@@ -47,7 +51,7 @@ impl Printer {
     /// # Errors
     /// The stream is closed (see `failure` for what that means) or its disk is full.
     pub(crate) fn data(&self, text: &str) -> io::Result<()> {
-        let mut stdout = anstream::stdout().lock();
+        let mut stdout = AutoStream::new(io::stdout().lock(), self.stdout);
         stdout.write_all(text.as_bytes())?;
         stdout.write_all(b"\n")?;
         stdout.flush()
@@ -65,27 +69,27 @@ impl Printer {
 
     /// Something to know and perhaps to change.
     pub(crate) fn warning(&self, text: &str) {
-        to_stderr(&format_args!("{} {}", "warning:".yellow().bold(), visible::text(text)));
+        self.to_stderr(&format_args!("{} {}", "warning:".yellow().bold(), visible::text(text)));
     }
 
     /// What failed.
     pub(crate) fn error(&self, text: &str) {
-        to_stderr(&format_args!("{} {}", "error:".red().bold(), visible::text(text)));
+        self.to_stderr(&format_args!("{} {}", "error:".red().bold(), visible::text(text)));
     }
 
     /// What to do about what failed.
     pub(crate) fn hint(&self, text: &str) {
-        to_stderr(&format_args!("{} {}", "hint:".cyan().bold(), visible::text(text)));
+        self.to_stderr(&format_args!("{} {}", "hint:".cyan().bold(), visible::text(text)));
     }
 
     fn unless_quiet(&self, line: &dyn std::fmt::Display) {
         if !self.quiet {
-            to_stderr(line);
+            self.to_stderr(line);
         }
     }
-}
 
-fn to_stderr(line: &dyn std::fmt::Display) {
-    // Words that nobody can read are no reason to stop the work.
-    let _ = writeln!(anstream::stderr(), "{line}");
+    fn to_stderr(&self, line: &dyn std::fmt::Display) {
+        // Words that nobody can read are no reason to stop the work.
+        let _ = writeln!(AutoStream::new(io::stderr().lock(), self.stderr), "{line}");
+    }
 }

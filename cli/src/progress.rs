@@ -155,6 +155,15 @@ mod tests {
     }
 
     #[test]
+    fn a_bar_starts_where_an_earlier_run_ended() {
+        let mut task = Task::new("cache", 10, 4, "samples", true);
+        assert_eq!(task.bar.as_ref().unwrap().position(), 4);
+        assert_eq!(task.advance(7, "1.2 GB"), None, "the bar says it");
+        let bar = task.bar.unwrap();
+        assert_eq!((bar.position(), bar.message()), (7, "samples | 1.2 GB".to_owned()));
+    }
+
+    #[test]
     fn a_line_comes_after_the_interval() {
         let mut task = Task::new("train", 10, 0, "steps", false);
         task.shown = Instant::now().checked_sub(2 * LINE_INTERVAL).unwrap();

@@ -27,7 +27,10 @@ pub(crate) fn line(text: &str) -> Cow<'_, str> {
 
 /// Serialised JSON: the characters that JSON lets through become its own escapes, so that it still means the same.
 pub(crate) fn json(json: &str) -> Cow<'_, str> {
-    let escaped = |c: char| c.encode_utf16(&mut [0; 2]).iter().map(|unit| format!("\\u{unit:04x}")).collect();
+    let escaped = |c: char| match *c.encode_utf16(&mut [0; 2]) {
+        [high, low] => format!("\\u{high:04x}\\u{low:04x}"),
+        _ => format!("\\u{:04x}", u32::from(c)),
+    };
     escape(json, |c| is_hidden(c) && c != '\n', escaped)
 }
 

@@ -47,7 +47,7 @@ fn problems(report: &Value) -> Vec<&str> {
     report["problems"].as_array().unwrap().iter().map(|problem| problem["message"].as_str().unwrap()).collect()
 }
 
-/// A folder with `good.gguf.path` names to be filled by a test.
+/// A new folder, there for as long as its guard.
 fn folder() -> (TempDir, PathBuf) {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().to_owned();
@@ -101,7 +101,7 @@ fn no_color_wins_and_pipes_have_no_colours() {
     let run = |variables: &[&str]| {
         let mut command = command();
         command.arg("inspect").arg(&path).args(["--sample", "0"]);
-        variables.iter().for_each(|variable| _ = command.env(variable, "1"));
+        command.envs(variables.iter().map(|variable| (variable, "1")));
         stdout(&command.output().unwrap())
     };
     assert!(run(&["CLICOLOR_FORCE"]).contains("\x1b[1m"));
@@ -251,6 +251,7 @@ fn a_damaged_checkpoint_is_a_problem_and_its_config_is_shown() {
 
 /// The folder of shared data; prints that the test is skipped where there is none.
 #[expect(clippy::disallowed_methods, reason = "tests find data that is not committed through the environment")]
+#[expect(clippy::print_stdout, reason = "a skipped test says so")]
 fn shared() -> Option<PathBuf> {
     let path = std::env::var_os("DEEPSPEC_SHARED").map(PathBuf::from);
     if path.is_none() {

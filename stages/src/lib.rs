@@ -3,6 +3,7 @@
 //! Each stage takes a [`recipe::Recipe`], a run folder and a [`progress::Context`], and returns a typed outcome. Nothing
 //! here prints, exits or reads the environment.
 
+pub mod drafter;
 pub mod engine;
 pub mod error;
 pub mod eval;
@@ -11,6 +12,7 @@ pub mod prepare;
 pub mod progress;
 pub mod recipe;
 pub mod run_dir;
+pub mod target_model;
 pub mod train;
 
 pub use error::{Error, Fault, Result};

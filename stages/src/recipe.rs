@@ -1,8 +1,8 @@
 //! The recipe: everything that decides the outcome of a run, as one complete and typed piece of TOML.
 //!
-//! A recipe names every value; only those marked optional may be left out. Unknown keys are errors that name the nearest
-//! known one. The commands take a recipe by path or by the name of a built-in one, apply `--set` and hand it to the stages.
-//! Paths in a recipe are relative to the current directory.
+//! A recipe names every value; only those marked optional may be left out. Unknown keys are errors that name the
+//! nearest known one. The commands take a recipe by path or by the name of a built-in one, apply `--set` and hand it to
+//! the stages. Paths in a recipe are relative to the current directory.
 
 mod built_in;
 mod keys;
@@ -156,8 +156,8 @@ pub struct DraftRecipe {
     pub confidence_head: bool,
     /// Whether the confidence head also sees the Markov embedding of the previous token.
     pub confidence_head_with_markov: bool,
-    /// Whether each query and key head is normalised. Engines expect it; without it a drafter can start exactly from the
-    /// layers of a target that has none.
+    /// Whether each query and key head is normalised. Engines expect it; without it a drafter can start exactly from
+    /// the layers of a target that has none.
     pub qk_norm: bool,
     /// Number of last context tokens that the drafter attends to. Optional: all.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -333,7 +333,8 @@ pub enum Proposer {
 }
 
 impl Recipe {
-    /// The recipe for a command line: a path or the name of a built-in one, with `--set` overrides applied in order, checked.
+    /// The recipe for a command line: a path or the name of a built-in one, with `--set` overrides applied in order,
+    /// checked.
     ///
     /// # Errors
     /// The recipe cannot be found or read, an override is not understood, or a value is out of range.

@@ -86,8 +86,8 @@ impl RunDir {
     /// returns; the provenance stays that of the first opening.
     ///
     /// # Errors
-    /// Another process has the folder open, the folder holds other things than a run, it belongs to a recipe that differs
-    /// in keys that may not change (each is named with both values), or the disk refuses.
+    /// Another process has the folder open, the folder holds other things than a run, it belongs to a recipe that
+    /// differs in keys that may not change (each is named with both values), or the disk refuses.
     pub fn create_or_open(path: impl AsRef<Path>, recipe: &Recipe, provenance: &Provenance) -> Result<Self> {
         let path = path.as_ref();
         if !path.join(RECIPE).is_file() && is_occupied(path)? {

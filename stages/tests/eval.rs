@@ -378,13 +378,3 @@ fn a_stop_token_inside_an_accepted_block_ends_the_round_there() {
     let acceptance = Acceptance::of(&rounds[rounds.len() - 1..]);
     assert_eq!((acceptance.tau, acceptance.tau_vllm, acceptance.rollback_count), (Some(3.0), Some(4.0), 0));
 }
-
-#[test]
-fn zz_sample() {
-    let bench = Bench::new();
-    let out = PathBuf::from("/tmp/evalsample");
-    bench.run(
-        &out,
-        &["eval.prompts=[\"built-in\"]", "eval.limit=30", "eval.max_new_tokens=48", "eval.temperatures=[0.0]"],
-    );
-}

@@ -47,8 +47,7 @@ fn renderer() -> Renderer {
     let printable: Vec<u32> = (0x21..=0x7e).chain(0xa1..=0xac).chain(0xae..=0xff).collect();
     let mut free = 0x100..;
     let character = |byte: u32| if printable.contains(&byte) { byte } else { free.next().unwrap() };
-    let mut tokens: Vec<String> =
-        (0..=255).map(character).map(|c| char::from_u32(c).unwrap().to_string()).collect();
+    let mut tokens: Vec<String> = (0..=255).map(character).map(|c| char::from_u32(c).unwrap().to_string()).collect();
     let mut token_types = vec![1; 256];
     tokens.extend(["<|endoftext|>", "<|im_start|>", "<|im_end|>"].map(str::to_owned));
     token_types.resize(tokens.len(), 3);
@@ -120,12 +119,8 @@ impl Case {
     }
 
     fn open(&self, name: &str) -> RunDir {
-        let provenance = Provenance {
-            version: "test".into(),
-            git_commit: None,
-            started: "now".into(),
-            machine: "here".into(),
-        };
+        let provenance =
+            Provenance { version: "test".into(), git_commit: None, started: "now".into(), machine: "here".into() };
         RunDir::create_or_open(self.folder.path().join(name), &self.recipe, &provenance).unwrap()
     }
 
@@ -328,8 +323,7 @@ fn a_finished_run_is_left_alone() {
     let files = case.files("run");
     let run = case.open("run");
     let user = User::new(usize::MAX);
-    let again =
-        prepare::run(&case.recipe, &run, &world.target, &world.renderer, FINGERPRINT, user.context()).unwrap();
+    let again = prepare::run(&case.recipe, &run, &world.target, &world.renderer, FINGERPRINT, user.context()).unwrap();
     assert_eq!(user.advanced.load(Ordering::SeqCst), 0, "work was redone");
     assert_eq!(again.new_tokens, 0);
     let same = PrepareOutcome { new_tokens: first.new_tokens, seconds: first.seconds, ..again };
@@ -397,7 +391,9 @@ fn limit_counts_usable_rows_and_bad_rows_have_a_ratio() {
 #[test]
 fn the_plan_bounds_what_a_run_makes() {
     let world = World::new();
-    for overrides in [&["prepare.samples_per_prompt=2"][..], &["prepare.max_new_tokens=40", "prepare.samples_per_shard=1"]] {
+    for overrides in
+        [&["prepare.samples_per_prompt=2"][..], &["prepare.max_new_tokens=40", "prepare.samples_per_shard=1"]]
+    {
         let case = Case::new(ROWS, overrides);
         let user = User::new(usize::MAX);
         let plan = prepare::plan(&case.recipe, world.target.config(), &world.renderer, user.context()).unwrap();

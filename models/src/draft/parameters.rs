@@ -7,6 +7,7 @@ use std::collections::BTreeMap;
 use candle_core::{DType, Tensor, Var};
 use deepspec_kernels::linear::{Linear, Precision};
 
+use crate::config::{DraftConfig, TargetConfig};
 use crate::error::{Error, Result};
 use crate::weights::Weights;
 
@@ -41,6 +42,53 @@ impl Parameters {
     pub fn elements(&self) -> usize {
         self.vars.values().map(|var| var.elem_count()).sum()
     }
+}
+
+/// Names and shapes of a drafter's trainable tensors, sorted by name.
+pub fn trainable_shapes(config: &DraftConfig) -> BTreeMap<String, Vec<usize>> {
+    let TargetConfig { hidden_size, intermediate_size, head_dim, vocab_size, .. } = config.body;
+    let (q, kv) = (config.body.num_attention_heads * head_dim, config.body.num_key_value_heads * head_dim);
+    let mut shapes = BTreeMap::new();
+    let mut add = |name: String, shape: &[usize]| shapes.insert(name, shape.to_vec());
+    for layer in 0..config.body.num_hidden_layers {
+        let linears = [
+            ("self_attn.q_proj", q, hidden_size, config.body.attention_bias),
+            ("self_attn.k_proj", kv, hidden_size, config.body.attention_bias),
+            ("self_attn.v_proj", kv, hidden_size, config.body.attention_bias),
+            ("self_attn.o_proj", hidden_size, q, config.body.attention_bias),
+            ("mlp.gate_proj", intermediate_size, hidden_size, config.body.mlp_bias),
+            ("mlp.up_proj", intermediate_size, hidden_size, config.body.mlp_bias),
+            ("mlp.down_proj", hidden_size, intermediate_size, config.body.mlp_bias),
+        ];
+        for (name, outputs, inputs, has_bias) in linears {
+            add(format!("layers.{layer}.{name}.weight"), &[outputs, inputs]);
+            if has_bias {
+                add(format!("layers.{layer}.{name}.bias"), &[outputs]);
+            }
+        }
+        for name in ["input_layernorm", "post_attention_layernorm"] {
+            add(format!("layers.{layer}.{name}.weight"), &[hidden_size]);
+        }
+        if config.body.qk_norm {
+            for name in ["self_attn.q_norm", "self_attn.k_norm"] {
+                add(format!("layers.{layer}.{name}.weight"), &[head_dim]);
+            }
+        }
+    }
+    add("fc.weight".into(), &[hidden_size, hidden_size * config.target_layer_ids.len()]);
+    add("hidden_norm.weight".into(), &[hidden_size]);
+    add("norm.weight".into(), &[hidden_size]);
+    let rank = config.markov_rank;
+    if rank > 0 {
+        add("markov_head.markov_w1.weight".into(), &[vocab_size, rank]);
+        add("markov_head.markov_w2.weight".into(), &[vocab_size, rank]);
+    }
+    if config.enable_confidence_head {
+        let width = hidden_size + if config.confidence_head_with_markov { rank } else { 0 };
+        add("confidence_head.proj.weight".into(), &[1, width]);
+        add("confidence_head.proj.bias".into(), &[1]);
+    }
+    shapes
 }
 
 /// Source of a drafter's tensors.

@@ -240,12 +240,11 @@ pub fn dspark_loss(
         let logits = confidence_head.logits(&hidden.index_select(&ids, 0)?, latent.as_ref())?;
         let labels = Tensor::from_slice(&acceptance, acceptance.len(), device)?;
         let terms = binary_cross_entropy(&logits, &labels)?;
-        if weights.confidence != 0.0 {
-            let shares: Vec<f32> =
-                supervision.slots.iter().map(|s| (weights.confidence * s.weight / denominator) as f32).collect();
-            let shares = Tensor::from_vec(shares, terms.elem_count(), device)?;
-            loss = (loss + (&terms * shares)?.sum_all()?)?;
-        }
+        // Part of the graph at weight 0 too, so that the head always has a gradient.
+        let shares: Vec<f32> =
+            supervision.slots.iter().map(|s| (weights.confidence * s.weight / denominator) as f32).collect();
+        let shares = Tensor::from_vec(shares, terms.elem_count(), device)?;
+        loss = (loss + (&terms * shares)?.sum_all()?)?;
         confidence_logits = logits.detach().to_vec1::<f32>()?;
         confidence_terms = terms.detach().to_vec1::<f32>()?;
     }

@@ -12,7 +12,7 @@ const STYLE: &str = include_str!("report.css");
 /// Positions in the reliability diagram, and colours there are.
 const DIAGRAM_POSITIONS: usize = 7;
 /// Colours of drafting, the target and the rest in the time split.
-const SPLIT_COLORS: [(&str, usize); 3] = [("draft", 2), ("target", 0), ("other", 1)];
+const SPLIT_COLORS: [(&str, usize); 3] = [("draft", 2), ("target", 3), ("other", 5)];
 
 /// The whole page.
 pub(super) fn page(outcome: &EvalOutcome) -> String {

@@ -187,7 +187,7 @@ impl EvalOutcome {
 
 /// All tables of one temperature.
 pub(super) fn tables(result: &TemperatureResult) -> Vec<Table> {
-    let mut tables = vec![summary_table(result), acceptance_table(result), speed_table(result)];
+    let mut tables = vec![summary_table(result), acceptance_table(result), position_table(result), speed_table(result)];
     tables.extend(calibration_table(result));
     for (what, groups) in [("domain", &result.domains), ("set", &result.sets)] {
         if groups.len() > 1 {
@@ -231,6 +231,25 @@ fn acceptance_table(result: &TemperatureResult) -> Table {
             acceptance.rollback_count.to_string(),
             percent(found.repetition),
         ]);
+    }
+    table
+}
+
+/// Conditional acceptance and counts, which the summary leaves out.
+fn position_table(result: &TemperatureResult) -> Table {
+    let header = ["", "position", "proposed", "accepted", "accept@k", "conditional accept@k"];
+    let mut table = Table::new(format!("Acceptance per position at temperature {}", result.temperature), &header);
+    for found in &result.all.proposers {
+        for at in &found.acceptance.positions {
+            table.rows.push(vec![
+                found.name.clone(),
+                at.k.to_string(),
+                at.proposed.to_string(),
+                at.accepted.to_string(),
+                number(at.accept_rate, 3),
+                number(at.conditional_rate, 3),
+            ]);
+        }
     }
     table
 }
@@ -302,24 +321,26 @@ fn group_table(what: &str, groups: &[Group], temperature: f64) -> Table {
 /// How a proposer compares with plain decoding; `None` where that was not measured.
 fn speed_sentence(found: &ProposerResult, at: &str) -> Option<String> {
     let Interval { value, low, high } = found.speedup.filter(|_| found.proposer != Proposer::Plain)?.totals;
-    let verdict = if value < 1.0 { "is slower than plain decoding" } else { "is faster than plain decoding" };
+    let tau = found.acceptance.tau?;
     let range = match (low, high) {
-        (Some(low), Some(high)) if low <= 1.0 && high >= 1.0 => {
-            return Some(format!(
-                "`{}` shows no clear difference to plain decoding{at}: {value:.2} times its speed (95 % interval {low:.2} to \
-                 {high:.2}), tau {}",
-                found.name,
-                number(found.acceptance.tau, 2)
-            ));
-        }
         (Some(low), Some(high)) => format!("95 % interval {low:.2} to {high:.2}"),
         _ => "one prompt, no interval".to_owned(),
     };
-    Some(format!(
-        "`{}` {verdict}{at}: {value:.2} times its speed ({range}), tau {}",
-        found.name,
-        number(found.acceptance.tau, 2)
-    ))
+    let is_clear = low.is_none_or(|low| low > 1.0) || high.is_none_or(|high| high < 1.0);
+    let verdict = match (is_clear, value < 1.0) {
+        (false, _) => "shows no clear difference to plain decoding",
+        (true, true) => "is slower than plain decoding",
+        (true, false) => "is faster than plain decoding",
+    };
+    let mut sentence = format!("`{}` {verdict}{at}: {value:.2} times its speed ({range}), tau {tau:.2}", found.name);
+    if value < 1.0 {
+        _ = write!(
+            sentence,
+            "; a round costs about {0:.1} plain steps here, so only a tau above {0:.1} would pay",
+            tau / value
+        );
+    }
+    Some(sentence)
 }
 
 /// A number with a fixed count of decimals.

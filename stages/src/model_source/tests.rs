@@ -229,8 +229,8 @@ fn tiny_folder(folder: &Path, tokenizer_config: &Value) -> ResolvedModel {
     ResolvedModel { path: folder.into(), name: "tiny".into() }
 }
 
-const TEMPLATE: &str = "{{ bos_token }}{% for m in messages %}{{ m.role[0] }}:{{ m.content }}{{ eos_token }}{% endfor %}\
-    {% if add_generation_prompt %}a:{% endif %}";
+const TEMPLATE: &str = "{{ bos_token }}{% for m in messages %}{{ m.role[0] }}:{{ m.content }}{{ eos_token }}\
+    {% endfor %}{% if add_generation_prompt %}a:{% endif %}";
 
 fn prompt_text(model: &ResolvedModel) -> String {
     let side = load_text_side(model).unwrap();

@@ -51,8 +51,8 @@ impl TextSide {
 /// `<|endoftext|>`, end generation beside the ids that the file states.
 ///
 /// # Errors
-/// A file is missing or damaged, there is no chat template, the tokenizer is of an unknown kind, or it has more ids than
-/// the model has embeddings.
+/// A file is missing or damaged, there is no chat template, the tokenizer is of an unknown kind, or it has more ids
+/// than the model has embeddings.
 pub fn load_text_side(model: &ResolvedModel) -> Result<TextSide> {
     let parts = if model.is_gguf() { from_gguf(model)? } else { from_folder(model)? };
     let Parts { config, tokenizer, template, bos_text, eos_text, stop_ids } = parts;

@@ -157,13 +157,7 @@ fn batch_len(samples: &[Sample]) -> usize {
 }
 
 /// Cuts the rows of a pass into samples and appends them.
-fn append(
-    writer: &mut Writer,
-    batch: &[Sample],
-    first: usize,
-    features: &[bf16],
-    last_hidden: &[bf16],
-) -> Result<()> {
+fn append(writer: &mut Writer, batch: &[Sample], first: usize, features: &[bf16], last_hidden: &[bf16]) -> Result<()> {
     let rows: usize = batch.iter().map(|sample| sample.ids.len()).sum();
     let (feature_width, hidden_size) = (features.len() / rows, last_hidden.len() / rows);
     let mut row = 0;

@@ -1,7 +1,7 @@
 //! The prepare stage: prompts → answers of the target → target cache.
 //!
-//! [`run`] reads the data ([`split`]), has the target answer it or takes the answers in it ([`regenerate`]), turns both into
-//! tokens with a loss mask (`samples`), and writes what the target computes for them ([`cache`]). Each part goes on where an
+//! [`run`] reads the data (`split`), has the target answer it or takes the answers in it (`regenerate`), turns both into
+//! tokens with a loss mask (`samples`), and writes what the target computes for them (`cache`). Each part goes on where an
 //! earlier run stopped, and the files of a finished run do not tell where it was interrupted. [`plan`] reads the data only
 //! and says what the whole would cost.
 //!
@@ -23,12 +23,12 @@ use deepspec_models::config::TargetConfig;
 use deepspec_models::target::Target;
 
 pub use self::answers::{Answer, AnswerTurn, End, Finish};
-pub use self::regenerate::MIN_NEW_TOKENS;
-pub use self::rejects::{Counts, Reject};
-pub use self::report::{PrepareOutcome, PreparePlan, Seconds};
 use self::cache::Extent;
+pub use self::regenerate::MIN_NEW_TOKENS;
 use self::regenerate::Prompt;
+pub use self::rejects::{Counts, Reject};
 use self::report::size;
+pub use self::report::{PrepareOutcome, PreparePlan, Seconds};
 use self::samples::Sample;
 use self::split::Split;
 use crate::error::{Error, Result};
@@ -71,8 +71,7 @@ pub fn run(
         seconds.read = lap.seconds();
         write_atomic(run.rejects(), &split.rejects.to_json_lines()?)?;
         announce(&prompt_extent(&split.usable, recipe), &settings, run, ctx)?;
-        let regenerated =
-            regenerate::regenerate(&split.usable, &settings, target, fingerprint, &run.answers(), ctx)?;
+        let regenerated = regenerate::regenerate(&split.usable, &settings, target, fingerprint, &run.answers(), ctx)?;
         seconds.regenerate = lap.seconds();
         new_tokens = regenerated.new_tokens;
         answered(split, &regenerated.answers, &settings, &mut shortened)?

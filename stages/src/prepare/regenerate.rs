@@ -47,10 +47,7 @@ pub(super) struct Prompt {
 
 impl Prompt {
     /// Takes the prompts of a row.
-    pub(super) fn new(
-        mut conversation: Conversation,
-        settings: &Settings<'_>,
-    ) -> Result<(Self, Vec<Repair>), Refusal> {
+    pub(super) fn new(mut conversation: Conversation, settings: &Settings<'_>) -> Result<(Self, Vec<Repair>), Refusal> {
         let selected = conversation.prompts();
         conversation.messages = selected.messages;
         let user = |message: &Message| message.role == Role::User;
@@ -127,11 +124,20 @@ pub(super) fn regenerate(
         }
     }
     if !known.is_empty() {
-        ctx.warn(format!("{} answers of `{}` belong to no row of the data and are dropped", known.len(), path.display()));
+        ctx.warn(format!(
+            "{} answers of `{}` belong to no row of the data and are dropped",
+            known.len(),
+            path.display()
+        ));
     }
     let total = done.len();
     let finished = total - missing.len();
-    ctx.reporter.event(Event::Started { task: "regenerate", total: total as u64, done: finished as u64, unit: "answers" });
+    ctx.reporter.event(Event::Started {
+        task: "regenerate",
+        total: total as u64,
+        done: finished as u64,
+        unit: "answers",
+    });
     let mut new_tokens = 0;
     if !missing.is_empty() {
         let mut work = Work::new(settings, target, missing, &hash)?;

@@ -100,7 +100,8 @@ impl Rejects {
             return Ok(());
         }
         let first = self.sorted().into_iter().next();
-        let first = first.map_or_else(String::new, |first| format!("; the first at line {}: {}", first.line, first.reason));
+        let first =
+            first.map_or_else(String::new, |first| format!("; the first at line {}: {}", first.line, first.reason));
         Err(Error::Input(format!(
             "{bad} of {rows_read} rows of `{}` cannot be used, which is more than `data.max_bad_ratio` {max_bad_ratio}{first}",
             self.file

@@ -48,7 +48,10 @@ impl Sample {
     }
 
     /// A row with its own answers.
-    pub(super) fn from_row(conversation: Conversation, settings: &Settings<'_>) -> Result<(Self, Vec<Repair>), Refusal> {
+    pub(super) fn from_row(
+        conversation: Conversation,
+        settings: &Settings<'_>,
+    ) -> Result<(Self, Vec<Repair>), Refusal> {
         let selected = conversation.answered()?;
         let loss_on = settings.recipe.data.loss_on.into();
         let rendered =

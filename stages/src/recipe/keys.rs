@@ -82,14 +82,14 @@ const OPTIONAL: &[&str] =
     &["data.limit", "draft.sliding_window", "init.from", "train.epochs", "train.steps", "eval.limit"];
 
 impl Recipe {
-    /// Applies one override, `key=value`, such as `train.lr=3e-4` or `train.phases.0.ce=1`. The value is TOML; text that is no
-    /// TOML value is taken as a string, so quotes can be left out. `none` takes an optional value out, and setting
-    /// `train.steps` takes out `train.epochs` or the other way round. Ranges are checked by [`Recipe::validate`], once all
-    /// overrides are in.
+    /// Applies one override, `key=value`, such as `train.lr=3e-4` or `train.phases.0.ce=1`. The value is TOML; text
+    /// that is no TOML value is taken as a string, so quotes can be left out. `none` takes an optional value out, and
+    /// setting `train.steps` takes out `train.epochs` or the other way round. Ranges are checked by
+    /// [`Recipe::validate`], once all overrides are in.
     ///
     /// # Errors
-    /// [`Error::Recipe`] names the nearest key for one that does not exist, or the type that is expected; the recipe is then
-    /// as it was.
+    /// [`Error::Recipe`] names the nearest key for one that does not exist, or the type that is expected; the recipe is
+    /// then as it was.
     pub fn apply_set(&mut self, assignment: &str) -> Result<()> {
         let fail = |problem: String| Error::Recipe { origin: format!("override `--set {assignment}`"), problem };
         let (key, text) = assignment
@@ -190,8 +190,8 @@ fn first_unknown(table: &Table) -> Option<String> {
     search("", &Value::Table(table.clone()))
 }
 
-/// The known key that takes the fewest edits to reach, or the known section for a key without one where `in_file`. Where
-/// only the name is much alike, a wrong or missing section counts as one edit.
+/// The known key that takes the fewest edits to reach, or the known section for a key without one where `in_file`.
+/// Where only the name is much alike, a wrong or missing section counts as one edit.
 fn nearest(key: &str, in_file: bool) -> &'static str {
     let is_section = in_file && !key.contains('.');
     let name = |key: &str| key.rsplit('.').next().unwrap_or_default().to_owned();

@@ -1,7 +1,7 @@
 //! Which target layers a drafter reads: a list, or a rule that spreads them over the depth of the target.
 //!
-//! An id is the number of a decoder layer whose output is read; −1 is the output of the embedding. The last layer's output
-//! is never a feature, since it is what the output head turns into logits.
+//! An id is the number of a decoder layer whose output is read; −1 is the output of the embedding. The last layer's
+//! output is never a feature, since it is what the output head turns into logits.
 
 use std::fmt;
 
@@ -57,9 +57,9 @@ pub(super) fn check_ids(ids: &[i32], last: i32) -> Result<(), String> {
     Err(format!("at least one id, each once, from -1 (embedding) to {upper}"))
 }
 
-/// Spreads `count` ids evenly from layer 1 to the third layer from the end, rounded to whole layers; one id alone lies in
-/// the middle. Where that range is too short for distinct ids it is widened by one layer at a time: up to the last layer but
-/// one, then down to the embedding. For 36 layers and 5 ids this gives 1, 9, 17, 25, 33.
+/// Spreads `count` ids evenly from layer 1 to the third layer from the end, rounded to whole layers; one id alone lies
+/// in the middle. Where that range is too short for distinct ids it is widened by one layer at a time: up to the last
+/// layer but one, then down to the embedding. For 36 layers and 5 ids this gives 1, 9, 17, 25, 33.
 ///
 /// # Errors
 /// `count` is 0 or more than there are ids in a target of `num_target_layers` layers.

@@ -20,8 +20,8 @@ pub struct Journal {
 }
 
 impl Journal {
-    /// Opens or makes a journal and drops a last line that has no end, which is what a crash leaves. Records are flushed
-    /// to the disk after every `sync_every` of them; 0 leaves that to [`Journal::sync`].
+    /// Opens or makes a journal and drops a last line that has no end, which is what a crash leaves. Records are
+    /// flushed to the disk after every `sync_every` of them; 0 leaves that to [`Journal::sync`].
     ///
     /// # Errors
     /// The disk refuses.
@@ -51,7 +51,8 @@ impl Journal {
         let mut line = serde_json::to_vec(record).map_err(std::io::Error::from)?;
         line.push(b'\n');
         if let Err(error) = self.file.write_all(&line) {
-            // A part of the line may be there; the next record must not be glued to it. The first error is the one to report.
+            // A part of the line may be there; the next record must not be glued to it. The first error is the one to
+            // report.
             _ = self.file.set_len(self.len);
             _ = self.file.seek(SeekFrom::Start(self.len));
             return Err(error.into());

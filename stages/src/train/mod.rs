@@ -1,3 +1,198 @@
-//! Training of drafters and what it records.
+//! Training of a drafter on a target cache: [`run`] reads top to bottom as the list of its steps.
+//!
+//! A run can be killed at any moment and goes on from its last checkpoint exactly: order of samples, anchors and weights
+//! are functions of (seed, step), and a checkpoint holds weights, moments and the step.
 
+pub mod batches;
+pub mod bigram;
+pub mod checkpoint;
+pub mod log;
+pub mod step;
 pub mod tensorboard;
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Instant;
+
+use candle_core::DType;
+use deepspec_datasets::target_cache::{Expected, Reader};
+use deepspec_kernels::linear::{Packed, Precision as Packing};
+use deepspec_models::draft::{DSpark, ParameterSource, Parameters, initialise};
+use deepspec_models::loss::dspark::{LossHead, MetricSums};
+use deepspec_models::optimizer::{AdamWConfig, Optimizer, Schedule};
+use deepspec_models::target::TargetEnds;
+use deepspec_models::weights::Weights;
+
+use crate::drafter::{describe, draft_config};
+use crate::error::{Error, Result};
+use crate::progress::{Context, Event};
+use crate::recipe::{LayersInit, MarkovInit, Recipe};
+use crate::run_dir::RunDir;
+use crate::target_model::TargetModel;
+use batches::Batches;
+use checkpoint::Checkpoints;
+use log::TrainLog;
+
+/// What a training run ended with.
+#[derive(Debug, Clone)]
+pub struct TrainOutcome {
+    /// Optimiser steps of the run.
+    pub steps: u64,
+    /// Step that this call started from.
+    pub resumed_from: u64,
+    /// Newest checkpoint.
+    pub checkpoint: PathBuf,
+    /// Metrics over the last stretch of steps.
+    pub metrics: Vec<(String, f64)>,
+    /// Seconds this call spent on steps.
+    pub seconds: f64,
+    /// Trainable parameters.
+    pub parameters: usize,
+}
+
+/// Trains the drafter of a recipe on the run's cache, or goes on doing so.
+///
+/// # Errors
+/// The cache is missing or belongs to another target or recipe; a checkpoint is damaged; the loss is not finite; the disk
+/// refuses; [`Error::Interrupted`] after a checkpoint when the user asks to stop.
+pub fn run(recipe: &Recipe, run: &RunDir, model: &TargetModel, ctx: Context<'_>) -> Result<TrainOutcome> {
+    ctx.reporter.event(Event::Stage("train"));
+    let config = draft_config(recipe, model.target.config())?;
+    let cache = Reader::open(&run.cache())?;
+    cache.expect_matches(&Expected {
+        target: &model.name,
+        target_fingerprint: &model.fingerprint,
+        layer_ids: &config.target_layer_ids,
+        hidden_size: config.body.hidden_size,
+        tokenizer_hash: model.text.tokenizer().hash(),
+    })?;
+    let batches = Batches::new(&cache, &recipe.train)?;
+    if batches.without_anchors > 0 {
+        ctx.warn(format!("{} samples have no two supervised tokens in a row and are not used", batches.without_anchors));
+    }
+    let ends = TargetEnds::load(model.target.config(), &model.weights()?)?;
+    let head = loss_head(&ends)?;
+    let checkpoints = Checkpoints::new(run.checkpoints(), recipe.train.keep_checkpoints);
+    let schedule = Schedule::new(recipe.train.lr, batches.steps, recipe.train.warmup_ratio);
+    let settings = AdamWConfig {
+        beta1: 0.9,
+        beta2: 0.999,
+        eps: 1e-8,
+        weight_decay: recipe.train.weight_decay,
+        max_grad_norm: recipe.train.max_grad_norm,
+    };
+    let latest = checkpoints.latest()?;
+    let parameters = match &latest {
+        Some(found) => checkpoint::parameters(found, &config)?,
+        None => initial_parameters(recipe, &config, &cache, model, ctx)?,
+    };
+    let mut optimizer = Optimizer::new(settings, &parameters);
+    if let Some(found) = &latest {
+        checkpoint::restore(found, &mut optimizer)?;
+    }
+    let drafter = DSpark::new(config, ends.embed_tokens.clone(), ParameterSource::Trainable(&parameters))?;
+    let resumed_from = optimizer.step_count();
+    ctx.note(describe(drafter.config()));
+    ctx.note(format!(
+        "{} samples, {} tokens; {} steps of {} sequences, {} anchors each; {:.1} M trainable parameters",
+        batches.samples(),
+        cache.manifest().tokens,
+        batches.steps,
+        recipe.train.batch_size,
+        recipe.train.num_anchors,
+        parameters.elements() as f64 / 1e6,
+    ));
+    if resumed_from > 0 {
+        ctx.note(format!("going on from step {resumed_from}"));
+    }
+    let mut log = TrainLog::open(run, resumed_from, batches.steps, drafter.config())?;
+    let mut since_log = MetricSums::default();
+    let started = Instant::now();
+    ctx.reporter.event(Event::Started { task: "train", total: batches.steps, done: resumed_from, unit: "steps" });
+    let save = |step: u64, optimizer: &Optimizer| {
+        checkpoints.save(step, drafter.config(), &parameters, &ends, optimizer)
+    };
+    for step in resumed_from..batches.steps {
+        let begun = Instant::now();
+        let lr = schedule.at(step);
+        let phase = recipe.train.phase_at(step, batches.steps).ok_or_else(|| Error::Recipe {
+            origin: "train.phases".into(),
+            problem: format!("no phase covers step {step} of {}", batches.steps),
+        })?;
+        let weights = step::loss_weights(phase, recipe.train.loss_decay_gamma);
+        let done = step::run(&drafter, &parameters, &head, &weights, &mut optimizer, &batches.at(step)?, lr)?;
+        log.count(done.tokens, begun.elapsed());
+        since_log.add(&done.sums);
+        let number = step + 1;
+        if number % recipe.train.log_every == 0 || number == batches.steps {
+            let line = log.write(number, &since_log, &weights, lr, done.grad_norm)?;
+            ctx.reporter.event(Event::Line(&line));
+            since_log = MetricSums::default();
+        }
+        ctx.reporter.event(Event::Advanced { done: number, detail: "" });
+        let stop = ctx.interrupt.is_set();
+        if number % recipe.train.checkpoint_every == 0 || number == batches.steps || stop {
+            save(number, &optimizer)?;
+        }
+        if stop && number < batches.steps {
+            return Err(Error::Interrupted { safe: "a checkpoint has been written" });
+        }
+    }
+    ctx.reporter.event(Event::Finished);
+    let checkpoint = match checkpoints.latest()? {
+        Some(found) => found.folder,
+        None => return Err(Error::Engine("training left no checkpoint".into())),
+    };
+    Ok(TrainOutcome {
+        steps: batches.steps,
+        resumed_from,
+        checkpoint,
+        metrics: log.last().to_vec(),
+        seconds: started.elapsed().as_secs_f64(),
+        parameters: parameters.elements(),
+    })
+}
+
+/// The target's output head, packed in f32 whatever the target decodes with: gradients want full precision.
+fn loss_head(ends: &TargetEnds) -> Result<LossHead> {
+    let weight = ends.lm_head.contiguous()?;
+    let (_, inputs) = weight.dims2()?;
+    let data: Vec<f32> = weight.flatten_all()?.to_vec1()?;
+    Ok(LossHead { packed: Arc::new(Packed::new(&[&data], inputs, None, Packing::F32)?), weight })
+}
+
+fn initial_parameters(
+    recipe: &Recipe,
+    config: &deepspec_models::config::DraftConfig,
+    cache: &Reader,
+    model: &TargetModel,
+    ctx: Context<'_>,
+) -> Result<Parameters> {
+    if let Some(from) = &recipe.init.from {
+        ctx.note(format!("starting from checkpoint `{}`", from.display()));
+        let weights = Weights::from_folder(from, DType::F32, &candle_core::Device::Cpu)?;
+        return checkpoint::read_parameters(&weights, config);
+    }
+    let mut parameters = initialise::random(config, recipe.train.seed)?;
+    if recipe.init.layers == LayersInit::Target {
+        initialise::from_target_layers(&mut parameters, config, &model.weights()?)?;
+        ctx.note("draft layers, fc and norms start as the target's last layers");
+    }
+    if recipe.init.markov == MarkovInit::Bigram && config.markov_rank > 0 {
+        let rows = bigram::rows(cache, model, ctx)?;
+        let lm_head = TargetEnds::load(model.target.config(), &model.weights()?)?.lm_head;
+        let (w1, w2) = initialise::bigram_factors(&rows, &lm_head, config.markov_rank)?;
+        parameters.insert("markov_head.markov_w1.weight", &w1)?;
+        parameters.insert("markov_head.markov_w2.weight", &w2)?;
+        ctx.note(format!("the Markov head starts as the target's bigram over {} tokens of the data", rows.tokens.len()));
+    }
+    Ok(parameters)
+}
+
+/// Folder of the newest checkpoint of a run, if there is one.
+///
+/// # Errors
+/// When the folder cannot be read.
+pub fn latest_checkpoint(run: &RunDir) -> Result<Option<PathBuf>> {
+    Ok(Checkpoints::new(run.checkpoints(), 1).latest()?.map(|found| found.folder))
+}

@@ -46,7 +46,7 @@ pub(super) fn spans(ids: &[u32], loss_mask: &[u8], tokenizer: Option<&Tokenizer>
             rest = after;
             let text = match tokenizer {
                 Some(tokenizer) => tokenizer.decode(ids, false),
-                None => ids.iter().map(|id| format!("{id} ")).collect(),
+                None => ids.iter().map(u32::to_string).collect::<Vec<_>>().join(" ") + " ",
             };
             Span { supervised: stretch[0] == 1, text }
         })

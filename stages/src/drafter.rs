@@ -1,0 +1,91 @@
+//! A recipe's drafter: its configuration, and a trained checkpoint loaded for inference.
+
+use std::path::Path;
+
+use candle_core::{DType, Device};
+use deepspec_models::checkpoint;
+use deepspec_models::config::{DraftConfig, MarkovHeadType, TargetConfig};
+use deepspec_models::draft::{DSpark, ParameterSource};
+
+use crate::error::{Error, Result};
+use crate::recipe::{Algorithm, MarkovHead, Precision, Recipe};
+use crate::target_model::packing;
+
+/// The configuration of the drafter that a recipe describes for a target.
+///
+/// # Errors
+/// When the recipe does not fit the target.
+pub fn draft_config(recipe: &Recipe, target: &TargetConfig) -> Result<DraftConfig> {
+    let draft = &recipe.draft;
+    let dspark = draft.algorithm == Algorithm::Dspark;
+    let markov_rank = if dspark { draft.markov_rank } else { 0 };
+    let mut body = DraftConfig::body_of(target, draft.num_layers);
+    body.qk_norm = draft.qk_norm;
+    let config = DraftConfig {
+        body,
+        num_target_layers: target.num_hidden_layers,
+        block_size: draft.block_size,
+        mask_token_id: draft.mask_token_id,
+        target_layer_ids: draft.target_layer_ids.resolve(target.num_hidden_layers)?,
+        num_anchors: recipe.train.num_anchors,
+        enable_confidence_head: dspark && draft.confidence_head,
+        confidence_head_with_markov: dspark
+            && draft.confidence_head
+            && draft.confidence_head_with_markov
+            && markov_rank > 0,
+        markov_rank,
+        markov_head_type: (markov_rank > 0).then_some(match draft.markov_head {
+            MarkovHead::Vanilla => MarkovHeadType::Vanilla,
+        }),
+        sample_from_anchor: true,
+        sliding_window: draft.sliding_window,
+    };
+    config.validate(Path::new("recipe"))?;
+    Ok(config)
+}
+
+/// Loads a checkpoint for inference beside its target; every tensor of it must be used.
+///
+/// # Errors
+/// When the checkpoint is damaged or belongs to another target.
+pub fn load_drafter(folder: &Path, target: &TargetConfig, precision: Precision) -> Result<DSpark> {
+    let (json, weights) = checkpoint::load(folder, DType::F32, &Device::Cpu)?;
+    let config = DraftConfig::from_json(&folder.join("config.json"), &json)?;
+    for (what, drafter, target) in [
+        ("hidden_size", config.body.hidden_size, target.hidden_size),
+        ("vocab_size", config.body.vocab_size, target.vocab_size),
+        ("number of target layers", config.num_target_layers, target.num_hidden_layers),
+    ] {
+        if drafter != target {
+            return Err(Error::Mismatch {
+                what: what.into(),
+                left: format!("{drafter} in drafter `{}`", folder.display()),
+                right: format!("{target} in the target"),
+                hint: Some("use the drafter with the target it was trained for".into()),
+            });
+        }
+    }
+    let table = [config.body.vocab_size, config.body.hidden_size];
+    let embed_tokens = weights.get("embed_tokens.weight", &table)?;
+    // A copy of the target's head, which is used in its place.
+    weights.skip("lm_head.weight");
+    let drafter = DSpark::new(config, embed_tokens, ParameterSource::Frozen(&weights, packing(precision)))?;
+    weights.finish()?;
+    Ok(drafter)
+}
+
+/// One line that says what a drafter is.
+pub fn describe(config: &DraftConfig) -> String {
+    let head = match config.markov_head_type {
+        Some(kind) => format!("{} Markov head of rank {}", kind.name(), config.markov_rank),
+        None => "no Markov head".into(),
+    };
+    format!(
+        "drafter: {} draft layers, anchor-first blocks of {}, target layers {:?}, {head}, confidence {}, window {}",
+        config.body.num_hidden_layers,
+        config.block_size,
+        config.target_layer_ids,
+        if config.enable_confidence_head { "on" } else { "off" },
+        config.sliding_window.map_or("none".into(), |w| w.to_string()),
+    )
+}

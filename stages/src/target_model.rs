@@ -1,0 +1,79 @@
+//! A target ready for work: weights packed, tokenizer and template loaded, identity known.
+
+use std::path::PathBuf;
+
+use candle_core::{DType, Device};
+use deepspec_kernels::linear::Precision as Packing;
+use deepspec_models::config::TargetConfig;
+use deepspec_models::target::Target;
+use deepspec_models::weights::Weights;
+
+use crate::error::Result;
+use crate::model_source::{ModelSourceConfig, TextSide, load_text_side, resolve};
+use crate::progress::Context;
+use crate::recipe::{Precision, TargetRecipe};
+
+/// A loaded target.
+#[derive(Debug)]
+pub struct TargetModel {
+    /// As written in the recipe, or found there.
+    pub name: String,
+    /// Folder or GGUF file.
+    pub path: PathBuf,
+    /// The model.
+    pub target: Target,
+    /// Tokenizer, template and renderer.
+    pub text: TextSide,
+    /// Identity of config and weights.
+    pub fingerprint: String,
+}
+
+/// How weights are packed for a precision.
+pub fn packing(precision: Precision) -> Packing {
+    match precision {
+        Precision::F32 => Packing::F32,
+        Precision::Bf16 => Packing::Bf16,
+    }
+}
+
+impl TargetModel {
+    /// Finds (and if need be fetches) and loads the target of a recipe.
+    ///
+    /// # Errors
+    /// When the model cannot be found or fetched, or its files are not as its configuration says.
+    pub fn load(recipe: &TargetRecipe, source: &ModelSourceConfig, ctx: Context<'_>) -> Result<Self> {
+        let resolved = resolve(&recipe.model, source)?;
+        let mut config = TargetConfig::open(&resolved.path)?;
+        let text = load_text_side(&resolved)?;
+        config.stop_ids = text.stop_ids().to_vec();
+        let weights = Weights::open(&resolved.path, DType::F32, &Device::Cpu)?;
+        let fingerprint = weights.fingerprint(&config);
+        let target = Target::load(config, &weights, packing(recipe.precision))?;
+        let config = target.config();
+        ctx.note(format!(
+            "target {}: {}, {} layers, hidden {}, vocabulary {}, {:.0} MB of {} weights per step, stop ids {:?}, {} kernels on {} threads",
+            resolved.name,
+            config.family.model_type(),
+            config.num_hidden_layers,
+            config.hidden_size,
+            config.vocab_size,
+            target.weight_bytes() as f64 / 1e6,
+            match recipe.precision {
+                Precision::F32 => "f32",
+                Precision::Bf16 => "bf16",
+            },
+            text.stop_ids(),
+            deepspec_kernels::simd::level().name(),
+            rayon::current_num_threads(),
+        ));
+        Ok(Self { name: resolved.name, path: resolved.path, target, text, fingerprint })
+    }
+
+    /// The weights again, to start a drafter from.
+    ///
+    /// # Errors
+    /// When the files cannot be read.
+    pub fn weights(&self) -> Result<Weights> {
+        Ok(Weights::open(&self.path, DType::F32, &Device::Cpu)?)
+    }
+}

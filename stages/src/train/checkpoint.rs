@@ -1,0 +1,156 @@
+//! Checkpoints of a run: `step-000120/` with the drafter in the reference's Hugging Face layout, and the training state
+//! beside it.
+//!
+//! A folder is written under another name, flushed and renamed, so that it is whole or not there. The last n are kept.
+
+use std::path::{Path, PathBuf};
+
+use candle_core::{DType, Device, Tensor};
+use deepspec_models::checkpoint::{replace_folder, write_json, write_tensors};
+use deepspec_models::config::DraftConfig;
+use deepspec_models::draft::{Parameters, trainable_shapes};
+use deepspec_models::optimizer::Optimizer;
+use deepspec_models::target::TargetEnds;
+use deepspec_models::weights::Weights;
+use serde_json::json;
+
+use crate::error::{Error, Result};
+
+/// Folder of the optimiser's state inside a checkpoint.
+const STATE: &str = "training_state";
+
+/// The checkpoints of a run.
+#[derive(Debug)]
+pub struct Checkpoints {
+    folder: PathBuf,
+    keep: usize,
+}
+
+/// A checkpoint on disk.
+#[derive(Debug, Clone)]
+pub struct Found {
+    /// Optimiser steps done.
+    pub step: u64,
+    /// Its folder.
+    pub folder: PathBuf,
+}
+
+impl Checkpoints {
+    /// The checkpoints under a folder, which need not exist yet.
+    pub fn new(folder: PathBuf, keep: usize) -> Self {
+        Self { folder, keep: keep.max(1) }
+    }
+
+    /// All of them, oldest first.
+    ///
+    /// # Errors
+    /// When the folder cannot be read.
+    pub fn all(&self) -> Result<Vec<Found>> {
+        if !self.folder.is_dir() {
+            return Ok(Vec::new());
+        }
+        let mut found = Vec::new();
+        for entry in fs_err::read_dir(&self.folder)? {
+            let folder = entry?.path();
+            let name = folder.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+            if let Some(step) = name.strip_prefix("step-").and_then(|step| step.parse().ok()) {
+                found.push(Found { step, folder });
+            }
+        }
+        found.sort_by_key(|found| found.step);
+        Ok(found)
+    }
+
+    /// The newest.
+    ///
+    /// # Errors
+    /// When the folder cannot be read.
+    pub fn latest(&self) -> Result<Option<Found>> {
+        Ok(self.all()?.pop())
+    }
+
+    /// Writes a checkpoint and drops the ones that are too old.
+    ///
+    /// # Errors
+    /// When the disk refuses; earlier checkpoints stay as they are.
+    pub fn save(
+        &self,
+        step: u64,
+        config: &DraftConfig,
+        parameters: &Parameters,
+        ends: &TargetEnds,
+        optimizer: &Optimizer,
+    ) -> Result<()> {
+        let mut tensors: Vec<(String, Tensor)> =
+            parameters.iter().map(|(name, var)| (name.to_owned(), var.as_tensor().clone())).collect();
+        tensors.push(("embed_tokens.weight".into(), ends.embed_tokens.clone()));
+        tensors.push(("lm_head.weight".into(), ends.lm_head.clone()));
+        let state = optimizer.state()?;
+        replace_folder(self.folder.join(format!("step-{step:06}")), |fresh| {
+            write_json(&fresh.join("config.json"), &config.to_json())?;
+            write_tensors(&fresh.join("model.safetensors"), &tensors)?;
+            let folder = fresh.join(STATE);
+            fs_err::create_dir(&folder)?;
+            write_tensors(&folder.join("model.safetensors"), &state)?;
+            write_json(&folder.join("state.json"), &json!({ "step": step }))
+        })?;
+        for old in self.all()?.iter().rev().skip(self.keep) {
+            fs_err::remove_dir_all(&old.folder)?;
+        }
+        Ok(())
+    }
+}
+
+/// Reads the trainable tensors of a configuration from a checkpoint's weights; every other tensor but the copies of the
+/// target's embedding and head is an error.
+///
+/// # Errors
+/// When a tensor is missing, misshapen or left over.
+pub fn read_parameters(weights: &Weights, config: &DraftConfig) -> Result<Parameters> {
+    let mut parameters = Parameters::default();
+    for (name, shape) in trainable_shapes(config) {
+        parameters.insert(&name, &weights.get(&name, &shape)?)?;
+    }
+    weights.skip("embed_tokens.weight");
+    weights.skip("lm_head.weight");
+    weights.finish()?;
+    Ok(parameters)
+}
+
+/// The trainable tensors of a run's own checkpoint.
+///
+/// # Errors
+/// As [`read_parameters`], or when the checkpoint is of another drafter than the recipe's.
+pub fn parameters(found: &Found, config: &DraftConfig) -> Result<Parameters> {
+    let saved = DraftConfig::from_folder(&found.folder)?;
+    if saved.to_json() != config.to_json() {
+        return Err(Error::Mismatch {
+            what: "drafter".into(),
+            left: format!("the one in `{}`", found.folder.display()),
+            right: "the recipe's".into(),
+            hint: Some("train it in another run folder".into()),
+        });
+    }
+    read_parameters(&Weights::from_folder(&found.folder, DType::F32, &Device::Cpu)?, config)
+}
+
+/// Restores the optimiser from a checkpoint.
+///
+/// # Errors
+/// When the state is missing or does not fit the parameters.
+pub fn restore(found: &Found, optimizer: &mut Optimizer) -> Result<()> {
+    let folder = found.folder.join(STATE);
+    let step = read_step(&folder.join("state.json"))?;
+    let weights = Weights::from_folder(&folder, DType::F32, &Device::Cpu)?;
+    optimizer.restore(step, |name, len| weights.get(name, &[len]))?;
+    weights.finish()?;
+    Ok(())
+}
+
+fn read_step(path: &Path) -> Result<u64> {
+    let text = fs_err::read_to_string(path)?;
+    serde_json::from_str::<serde_json::Value>(&text)
+        .ok()
+        .and_then(|json| json["step"].as_u64())
+        .ok_or_else(|| Error::Input(format!("`{}` does not hold a step number", path.display())))
+}

@@ -1,0 +1,172 @@
+//! What a training run leaves behind besides checkpoints: the step line, metrics as JSON lines, TensorBoard events.
+
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use deepspec_kernels::linear::{Linear, Precision};
+use deepspec_models::config::DraftConfig;
+use deepspec_models::loss::dspark::{LossWeights, MetricSums};
+use serde_json::{Map, Value, json};
+
+use super::tensorboard::EventWriter;
+use crate::error::Result;
+use crate::run_dir::{Journal, RunDir, read_journal, write_atomic};
+
+/// Writer of all logs of a run.
+pub struct TrainLog {
+    metrics: Journal,
+    events: EventWriter,
+    total: u64,
+    confidence: bool,
+    steps: u64,
+    tokens: usize,
+    spent: Duration,
+    first_step: u64,
+    begun: Instant,
+    flops_per_token: f64,
+    peak_flops: f64,
+    last: Vec<(String, f64)>,
+}
+
+impl TrainLog {
+    /// Opens the logs of a run and drops what an interrupted run wrote after the step it goes on from.
+    ///
+    /// # Errors
+    /// When the disk refuses or an event file is damaged.
+    pub fn open(run: &RunDir, resumed_from: u64, total: u64, config: &DraftConfig) -> Result<Self> {
+        let path = run.metrics();
+        if path.is_file() {
+            let records: Vec<Value> = read_journal(&path)?;
+            let kept: Vec<Value> =
+                records.into_iter().filter(|r| r["step"].as_u64().is_some_and(|step| step <= resumed_from)).collect();
+            let mut text = String::new();
+            for record in kept {
+                text.push_str(&record.to_string());
+                text.push('\n');
+            }
+            write_atomic(&path, text.as_bytes())?;
+        }
+        let folder = run.tensorboard();
+        let events = match EventWriter::latest_in(&folder)? {
+            Some(file) => EventWriter::resume(&file, resumed_from)?,
+            None => EventWriter::create(&folder, now())?,
+        };
+        Ok(Self {
+            metrics: Journal::open(&path, 1)?,
+            events,
+            total,
+            confidence: config.enable_confidence_head,
+            steps: 0,
+            tokens: 0,
+            spent: Duration::ZERO,
+            first_step: resumed_from,
+            begun: Instant::now(),
+            flops_per_token: flops_per_block_row(config),
+            peak_flops: peak_flops()?,
+            last: Vec::new(),
+        })
+    }
+
+    /// Counts a step towards the next line.
+    pub fn count(&mut self, tokens: usize, time: Duration) {
+        self.steps += 1;
+        self.tokens += tokens;
+        self.spent += time;
+    }
+
+    /// Writes the metrics since the last call and returns the step line.
+    ///
+    /// # Errors
+    /// When the disk refuses.
+    pub fn write(
+        &mut self,
+        step: u64,
+        sums: &MetricSums,
+        weights: &LossWeights,
+        lr: f64,
+        grad_norm: f64,
+    ) -> Result<String> {
+        let seconds = self.spent.as_secs_f64().max(1e-9);
+        let mut metrics = sums.metrics(weights, self.confidence);
+        // The loss of a step is a ratio of sums over its batch; over several steps it is their mean.
+        if let Some((_, loss)) = metrics.first_mut() {
+            *loss /= self.steps.max(1) as f64;
+        }
+        let rows: f64 = sums.slots.iter().sum();
+        let mfu = rows * self.flops_per_token / seconds / self.peak_flops;
+        metrics.push(("lr".into(), lr));
+        metrics.push(("grad_norm".into(), grad_norm));
+        metrics.push(("tokens_per_s".into(), self.tokens as f64 / seconds));
+        metrics.push(("step_ms".into(), seconds * 1e3 / self.steps.max(1) as f64));
+        metrics.push(("mfu".into(), mfu));
+        let mut record = Map::new();
+        record.insert("step".into(), json!(step));
+        for (name, value) in &metrics {
+            record.insert(name.clone(), json!(value));
+            self.events.scalar(&format!("train/{name}"), step, *value as f32, now())?;
+        }
+        self.metrics.append(&Value::Object(record))?;
+        self.events.flush()?;
+        let line = self.line(step, metrics[0].1, sums.tau(), lr, seconds, mfu);
+        self.last = metrics;
+        (self.steps, self.tokens, self.spent) = (0, 0, Duration::ZERO);
+        Ok(line)
+    }
+
+    /// Metrics of the last line.
+    pub fn last(&self) -> &[(String, f64)] {
+        &self.last
+    }
+
+    fn line(&self, step: u64, loss: f64, tau: f64, lr: f64, seconds: f64, mfu: f64) -> String {
+        let per_step = self.begun.elapsed().as_secs_f64() / (step - self.first_step).max(1) as f64;
+        let left = Duration::from_secs_f64(per_step * (self.total - step) as f64);
+        format!(
+            "step {step:05}/{:05} | loss {loss:.4} | tau {tau:.2} | lr {lr:.1e} | {:.0} ms | {:.1}k tok/s | mfu {:.0} % | eta {}",
+            self.total,
+            seconds * 1e3 / self.steps.max(1) as f64,
+            self.tokens as f64 / seconds / 1e3,
+            mfu * 100.0,
+            short(left),
+        )
+    }
+}
+
+fn now() -> f64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |time| time.as_secs_f64())
+}
+
+fn short(time: Duration) -> String {
+    let seconds = time.as_secs();
+    match seconds {
+        0..60 => format!("{seconds}s"),
+        60..3600 => format!("{}m{:02}s", seconds / 60, seconds % 60),
+        _ => format!("{}h{:02}m", seconds / 3600, seconds / 60 % 60),
+    }
+}
+
+/// Floating-point operations of one supervised row, forward and backward, attention left out: 6 per weight of the
+/// backbone and the Markov head, 2 + 2 per weight of the frozen head, and 2 for the target's distribution.
+fn flops_per_block_row(config: &DraftConfig) -> f64 {
+    let body = &config.body;
+    let width = body.num_attention_heads * body.head_dim;
+    let kv = body.num_key_value_heads * body.head_dim;
+    let layer = body.hidden_size * (2 * width + 2 * kv + 3 * body.intermediate_size);
+    let head = body.vocab_size * body.hidden_size;
+    (6 * (layer * body.num_hidden_layers + body.vocab_size * config.markov_rank) + 6 * head) as f64
+}
+
+/// Floating-point operations per second of this machine's f32 kernel, measured once: what `mfu` is relative to.
+fn peak_flops() -> Result<f64> {
+    let device = candle_core::Device::Cpu;
+    let (rows, inputs, outputs) = (96, 512, 4096);
+    let weight = candle_core::Tensor::ones((outputs, inputs), candle_core::DType::F32, &device)?;
+    let layer = Linear::frozen(&[&weight], None, Precision::F32)?;
+    let x = candle_core::Tensor::ones((rows, inputs), candle_core::DType::F32, &device)?;
+    let mut best = f64::INFINITY;
+    for _ in 0..8 {
+        let begun = Instant::now();
+        layer.forward(&x)?;
+        best = best.min(begun.elapsed().as_secs_f64());
+    }
+    Ok((2 * rows * inputs * outputs) as f64 / best)
+}
