@@ -41,6 +41,14 @@ pub(crate) struct GlobalOptions {
 /// The commands.
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
+    /// Everything at once on a small real model: prepare, train, evaluate, and print what it brought.
+    Quickstart(RunArguments),
+    /// Let the target answer the prompts and store what it computes: the target cache.
+    Prepare(PrepareArguments),
+    /// Train a drafter on the run's target cache, or go on doing so.
+    Train(RunArguments),
+    /// Measure plain decoding, n-gram lookup and the drafter on held-out prompts.
+    Eval(EvalArguments),
     /// Show what a cache, checkpoint, model or data file holds, and what is wrong with it.
     Inspect(InspectArguments),
 }
@@ -60,4 +68,53 @@ pub(crate) struct InspectArguments {
     /// Read a target cache from end to end and verify every checksum.
     #[arg(long)]
     pub check: bool,
+}
+
+/// Which recipe, and which run folder.
+#[derive(Debug, Args)]
+pub(crate) struct RunArguments {
+    /// Name of a built-in recipe, or a TOML file [default: the one saved in the run folder, else `quickstart`].
+    #[arg(long, value_name = "NAME|PATH")]
+    pub recipe: Option<String>,
+    /// Change a value of the recipe, such as `train.lr=3e-4`; may be given several times.
+    #[arg(long = "set", value_name = "KEY=VALUE")]
+    pub overrides: Vec<String>,
+    /// Folder that the run's files go to; an interrupted run goes on there [default: runs/<recipe>].
+    #[arg(long, value_name = "DIR")]
+    pub run: Option<PathBuf>,
+}
+
+/// Arguments of `prepare`.
+#[derive(Debug, Args)]
+pub(crate) struct PrepareArguments {
+    #[command(flatten)]
+    pub run: RunArguments,
+    /// File of conversations (JSON lines), in place of the recipe's.
+    #[arg(long, value_name = "FILE")]
+    pub prompts: Option<PathBuf>,
+    /// Use only the first N prompts.
+    #[arg(long, value_name = "N")]
+    pub limit: Option<usize>,
+    /// Say what it would do and how much room it would take, and stop.
+    #[arg(long)]
+    pub dry_run: bool,
+}
+
+/// Arguments of `eval`.
+#[derive(Debug, Args)]
+pub(crate) struct EvalArguments {
+    #[command(flatten)]
+    pub run: RunArguments,
+    /// Checkpoint folder of the drafter [default: the run's newest].
+    #[arg(long, value_name = "DIR")]
+    pub draft: Option<PathBuf>,
+    /// File of prompts, in place of the recipe's; may be given several times.
+    #[arg(long, value_name = "FILE")]
+    pub prompts: Vec<PathBuf>,
+    /// Use only N prompts of each set.
+    #[arg(long, value_name = "N")]
+    pub limit: Option<usize>,
+    /// Folder of the reports [default: `eval` in the run folder].
+    #[arg(long, value_name = "DIR")]
+    pub out: Option<PathBuf>,
 }

@@ -10,6 +10,7 @@ pub mod eval;
 pub mod model_source;
 pub mod prepare;
 pub mod progress;
+pub mod quickstart;
 pub mod recipe;
 pub mod run_dir;
 pub mod target_model;

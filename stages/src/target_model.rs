@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use candle_core::{DType, Device};
-use deepspec_kernels::linear::Precision as Packing;
+use deepspec_models::linear::Precision as Packing;
 use deepspec_models::config::TargetConfig;
 use deepspec_models::target::Target;
 use deepspec_models::weights::Weights;
@@ -63,7 +63,7 @@ impl TargetModel {
                 Precision::Bf16 => "bf16",
             },
             text.stop_ids(),
-            deepspec_kernels::simd::level().name(),
+            deepspec_models::instruction_set().name(),
             rayon::current_num_threads(),
         ));
         Ok(Self { name: resolved.name, path: resolved.path, target, text, fingerprint })

@@ -5,7 +5,7 @@
 use std::path::PathBuf;
 
 use candle_core::{DType, Device};
-use deepspec_kernels::linear::Precision;
+use deepspec_models::linear::Precision;
 use deepspec_models::config::{DraftConfig, TargetConfig};
 use deepspec_models::draft::{DSpark, ParameterSource};
 use deepspec_models::speculate::{DSparkProposer, NgramProposer, NoProposer, Proposer, SamplingParams};

@@ -1,5 +1,6 @@
 //! A whole evaluation on the tiny golden target and drafter: what it finds, writes, resumes and refuses.
 #![expect(clippy::disallowed_methods, reason = "tests read the environment to find golden data")]
+#![expect(clippy::unwrap_used, reason = "helpers of tests fail as tests do")]
 
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
@@ -8,9 +9,9 @@ use candle_core::{DType, Device};
 use deepspec_datasets::chat_template::ChatTemplate;
 use deepspec_datasets::renderer::Renderer;
 use deepspec_datasets::tokenizer::{GgufVocabulary, Tokenizer};
-use deepspec_kernels::linear::Precision;
 use deepspec_models::config::{DraftConfig, TargetConfig};
 use deepspec_models::draft::{DSpark, ParameterSource};
+use deepspec_models::linear::Precision;
 use deepspec_models::speculate::{Distribution, DraftRequest, NoProposer, Proposal, Proposer, SamplingParams};
 use deepspec_models::target::Target;
 use deepspec_models::weights::Weights;
@@ -164,7 +165,9 @@ fn timeless(out: &Path, outcome: &EvalOutcome) -> (Vec<Counts>, Vec<Sample>) {
     let mut samples: Vec<Sample> = read_journal(out.join("journal.jsonl")).unwrap();
     samples.retain(|sample| sample.run == outcome.identity);
     samples.sort_by_key(|s| (s.temperature.to_bits(), s.prompt, s.proposer as u8));
-    samples.iter_mut().for_each(|sample| sample.timing = Timing::default());
+    for sample in &mut samples {
+        sample.timing = Timing::default();
+    }
     (counts.collect(), samples)
 }
 
@@ -292,8 +295,8 @@ fn an_answer_that_differs_is_found_where_it_differs() {
     let sample = samples.iter_mut().find(|s| s["proposer"] == "draft" && s["prompt"] == 1).unwrap();
     let token = sample["output"][5].as_u64().unwrap();
     sample["output"][5] = (token + 1).into();
-    let text: String = samples.iter().map(|sample| format!("{sample}\n")).collect();
-    fs_err::write(&journal, text).unwrap();
+    let lines: Vec<String> = samples.iter().map(|sample| format!("{sample}\n")).collect();
+    fs_err::write(&journal, lines.concat()).unwrap();
     let (outcome, warnings) = bench.run(&out, &overrides);
     assert_eq!((outcome.lossless, outcome.compared, outcome.differences.len()), (Some(false), 8, 1));
     let found = &outcome.differences[0];

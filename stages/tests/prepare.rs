@@ -1,7 +1,7 @@
 //! The prepare stage end to end, with a tiny target and a vocabulary of bytes: what is supervised, what is refused, and that
 //! no interruption and no batch size shows in its files.
 #![expect(clippy::disallowed_methods, reason = "tests read the environment to find golden and shared data")]
-#![expect(clippy::print_stdout, reason = "a test that is skipped says so")]
+#![expect(clippy::unwrap_used, reason = "a failed step fails the test; clippy knows only `#[test]` functions as tests")]
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -13,7 +13,7 @@ use deepspec_datasets::conversation::{Message, Role};
 use deepspec_datasets::renderer::Renderer;
 use deepspec_datasets::target_cache::{Reader, check};
 use deepspec_datasets::tokenizer::{GgufVocabulary, Tokenizer};
-use deepspec_kernels::linear::Precision;
+use deepspec_models::linear::Precision;
 use deepspec_models::config::TargetConfig;
 use deepspec_models::target::{NewTokens, Target};
 use deepspec_models::weights::Weights;
@@ -238,6 +238,13 @@ fn rows_become_answers_become_samples() {
         }
     }
     assert_eq!(outcome.cut_answers, cut);
+    let turns = |answer: &Answer| match answer.line {
+        2 => 2,
+        5 => 3,
+        _ => 1,
+    };
+    let shortened = used.iter().filter(|answer| answer.turns.len() < turns(answer)).count();
+    assert!(shortened > 0 && outcome.shortened.values().sum::<u64>() as usize == shortened, "{:?}", outcome.shortened);
     assert_eq!(outcome.tokens, cache.manifest().tokens);
     assert!(outcome.supervised_percent() > 0.0 && outcome.supervised_percent() < 100.0);
     assert!(outcome.summary().iter().any(|(what, _)| what == "rejected: empty answer"));
@@ -249,6 +256,7 @@ fn tokens_before_the_first_supervised_one_are_the_serving_prompt() {
     case.run("run", &world).unwrap();
     let (answers, cache) = (case.answers("run"), case.cache("run"));
     let prompt = world.renderer.render_prompt(&[Message::new(Role::User, "a")], None).unwrap();
+    assert!(answers.iter().any(|answer| answer.turns != answers[0].turns), "all samples of a prompt are the same");
     let mut two_turns = 0;
     for (index, answer) in answers.iter().filter(|answer| !answer.turns.is_empty()).enumerate() {
         let sample = cache.sample(index as u64).unwrap();

@@ -1,6 +1,12 @@
 //! One file per command: its arguments, one call into the crates below, a printed summary.
 
+mod eval;
 mod inspect;
+mod prepare;
+mod quickstart;
+mod setup;
+mod tables;
+mod train;
 
 use deepspec_stages::progress::Context;
 
@@ -10,6 +16,10 @@ use crate::printer::Printer;
 /// Runs a command to its end.
 pub(crate) fn run(command: &Command, printer: &Printer, context: Context<'_>) -> anyhow::Result<()> {
     match command {
+        Command::Quickstart(arguments) => quickstart::run(arguments, printer, context),
+        Command::Prepare(arguments) => prepare::run(arguments, printer, context),
+        Command::Train(arguments) => train::run(arguments, printer, context),
+        Command::Eval(arguments) => eval::run(arguments, printer, context),
         Command::Inspect(arguments) => inspect::run(arguments, printer, context),
     }
 }

@@ -140,7 +140,10 @@ impl<'a> Plan<'a> {
             }
         }
         if others > 0 {
-            ctx.note(format!("the folder also holds {others} answers of evaluations with other settings, models or machines; they stay in the journal"));
+            ctx.note(format!(
+                "the folder also holds {others} answers of evaluations with other settings, models or \
+            machines; they stay in the journal"
+            ));
         }
         if !samples.is_empty() {
             ctx.note(format!("{} answers are taken from the journal", samples.len()));
@@ -240,7 +243,8 @@ impl<'a> Plan<'a> {
 }
 
 /// What is said when the recipe asks for a drafter that is not there.
-pub(super) const NO_DRAFTER: &str = "`eval.proposers` has `draft`, but no drafter was given; give one, or set `eval.proposers` to [\"plain\", \"ngram\"]";
+pub(super) const NO_DRAFTER: &str = "`eval.proposers` has `draft`, but no drafter was given; give one, or set \
+`eval.proposers` to [\"plain\", \"ngram\"]";
 
 fn rate(samples: &[Sample]) -> f64 {
     let tokens: usize = samples.iter().map(|sample| sample.timing.tokens).sum();

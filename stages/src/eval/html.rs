@@ -29,8 +29,8 @@ pub(super) fn page(outcome: &EvalOutcome) -> String {
     body.push_str(&tiles(outcome));
     let cautions = outcome.cautions();
     if !cautions.is_empty() {
-        let items: String = cautions.iter().map(|text| format!("<li>{}</li>", escape(text))).collect();
-        _ = write!(body, "<ul class=\"mind\">{items}</ul>");
+        let items: Vec<String> = cautions.iter().map(|text| format!("<li>{}</li>", escape(text))).collect();
+        _ = write!(body, "<ul class=\"mind\">{}</ul>", items.concat());
     }
     for result in &outcome.temperatures {
         body.push_str(&section(result));
@@ -75,7 +75,7 @@ fn tiles(outcome: &EvalOutcome) -> String {
     }
     match outcome.lossless {
         Some(true) => {
-            tile("lossless", "good", &format!("all {} answers compared equal plain decoding", outcome.compared))
+            tile("lossless", "good", &format!("all {} answers compared equal plain decoding", outcome.compared));
         }
         Some(false) => {
             let text =
@@ -101,15 +101,15 @@ fn section(result: &TemperatureResult) -> String {
         times(result),
         reliability(result)
     );
-    let details: String = all.map(|part| format!("<h3>{}</h3>{}", escape(&part.title), table(&part))).collect();
-    _ = write!(html, "<details><summary>All numbers</summary>{details}</details>");
+    let details: Vec<String> = all.map(|part| format!("<h3>{}</h3>{}", escape(&part.title), table(&part))).collect();
+    _ = write!(html, "<details><summary>All numbers</summary>{}</details>", details.concat());
     html
 }
 
 fn table(table: &Table) -> String {
     let row = |cells: &[String], tag: &str| -> String {
-        let cells: String = cells.iter().map(|cell| format!("<{tag}>{}</{tag}>", escape(cell))).collect();
-        format!("<tr>{cells}</tr>")
+        let cells: Vec<String> = cells.iter().map(|cell| format!("<{tag}>{}</{tag}>", escape(cell))).collect();
+        format!("<tr>{}</tr>", cells.concat())
     };
     let rows: String = table.rows.iter().map(|cells| row(cells, "td")).collect();
     let header = row(&table.header, "th");
@@ -117,9 +117,9 @@ fn table(table: &Table) -> String {
 }
 
 fn list(facts: impl Iterator<Item = (&'static str, String)>) -> String {
-    let facts: String =
+    let facts: Vec<String> =
         facts.map(|(name, value)| format!("<dt>{}</dt><dd>{}</dd>", escape(name), escape(&value))).collect();
-    format!("<dl>{facts}</dl>")
+    format!("<dl>{}</dl>", facts.concat())
 }
 
 fn figure(title: &str, text: &str, legend: &[(String, usize)], svg: &str) -> String {
@@ -166,7 +166,8 @@ fn acceptance(result: &TemperatureResult) -> String {
     let ticks: Vec<(f64, String)> = (1..=longest).map(|k| (k as f64, k.to_string())).collect();
     let title = "Acceptance per position";
     let svg = lines(title, (1.0, longest as f64), &ticks, "position in the block", &drawn, false);
-    let text = "Share of rounds in which the tokens up to the position were all accepted; dashed: given that those before it were.";
+    let text = "Share of rounds in which the tokens up to the position were all accepted; dashed: given that those \
+    before it were.";
     figure(title, text, &legend, &svg)
 }
 
@@ -236,7 +237,8 @@ fn reliability(result: &TemperatureResult) -> String {
     let svg = lines(title, (0.0, 1.0), &ticks, "predicted acceptance", &drawn, true);
     let ece = number(report.summary.ece, 3);
     let text = format!(
-        "Observed against predicted acceptance of the prefix; the diagonal is perfect, larger dots hold more rounds. Mean ECE {ece}."
+        "Observed against predicted acceptance of the prefix; the diagonal is perfect, larger dots hold more rounds. \
+         Mean ECE {ece}."
     );
     figure(title, &text, &legend, &svg)
 }

@@ -28,7 +28,7 @@ pub use report::Table;
 
 use self::decode::{Difference, NO_DRAFTER, Plan, difference, is_greedy};
 use self::identity::{Fingerprints, identity};
-use self::outcome::{DrafterInfo, Origin, SCHEMA_VERSION, Samples};
+use self::outcome::{Answers, DrafterInfo, Origin, SCHEMA_VERSION};
 use crate::error::{Error, Result};
 use crate::progress::{Context, Event};
 use crate::recipe::{Proposer, Recipe};
@@ -64,7 +64,7 @@ pub fn run(
         git_commit: provenance.git_commit.clone(),
         started: provenance.started.clone(),
         machine: provenance.machine.clone(),
-        kernels: deepspec_kernels::simd::level().name().into(),
+        kernels: deepspec_models::instruction_set().name().into(),
         threads: rayon::current_num_threads(),
     };
     let fingerprints = Fingerprints::take(target, drafter, &prompts[0].ids)?;
@@ -89,7 +89,7 @@ pub fn run(
     let samples = plan.run(&out_dir.join("journal.jsonl"), ctx)?;
     let (compared, differences) = compare(&plan, &samples)?;
     let results =
-        Samples { recipe, drafter, prompts: &prompts, samples: &samples, differences: &differences }.results()?;
+        Answers { recipe, drafter, prompts: &prompts, samples: &samples, differences: &differences }.results()?;
     let outcome = EvalOutcome {
         schema_version: SCHEMA_VERSION,
         warnings: outcome::warnings(&results, &differences, &sets),

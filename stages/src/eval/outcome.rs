@@ -150,8 +150,8 @@ pub struct ProposerResult {
     pub calibration: Option<CalibrationReport>,
 }
 
-/// Samples with what is needed to group them.
-pub(super) struct Samples<'a> {
+/// All samples with what is needed to group them.
+pub(super) struct Answers<'a> {
     pub(super) recipe: &'a Recipe,
     pub(super) drafter: Option<&'a DSpark>,
     pub(super) prompts: &'a [Prompt],
@@ -159,7 +159,7 @@ pub(super) struct Samples<'a> {
     pub(super) differences: &'a [Difference],
 }
 
-impl Samples<'_> {
+impl Answers<'_> {
     /// All numbers.
     ///
     /// # Errors
@@ -244,7 +244,8 @@ pub(super) fn warnings(results: &[TemperatureResult], differences: &[Difference]
         let proposers = results.iter().flat_map(|result| &result.all.proposers);
         let name = proposers.filter(|found| found.proposer == first.proposer).map(|found| found.name.as_str()).next();
         warnings.push(format!(
-            "not lossless: {} answers at temperature 0 differ from plain decoding; the first at token {} of prompt {} of `{}` \
+            "not lossless: {} answers at temperature 0 differ from plain decoding; the first at token {} of prompt \
+             {} of `{}` \
              ({}), where the target's two best logits are {:.2e} apart",
             differences.len(),
             first.position,
@@ -262,7 +263,8 @@ pub(super) fn warnings(results: &[TemperatureResult], differences: &[Difference]
         let loops = result.all.proposers.iter().filter_map(|found| found.repetition).fold(0.0, f64::max);
         if loops > LOOPING {
             warnings.push(format!(
-                "{:.0} % of the 4-grams in the answers {at} are repeats: looping text is easy to draft, so the speed here \
+                "{:.0} % of the 4-grams in the answers {at} are repeats: looping text is easy to draft, so the speed \
+                 here \
                  says little about other text",
                 100.0 * loops
             ));

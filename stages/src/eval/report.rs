@@ -160,29 +160,31 @@ impl EvalOutcome {
 
     /// `README.md` of the result.
     pub(super) fn markdown(&self) -> String {
-        let mut text = format!("# {}\n\n", self.title());
-        let mut list = |lines: Vec<String>| lines.iter().for_each(|line| _ = writeln!(text, "- {line}"));
-        list(self.headline());
+        let mut text = format!("# {}\n\n{}", self.title(), list(self.headline()));
         let cautions = self.cautions();
         if !cautions.is_empty() {
-            text.push_str("\n## Mind\n\n");
-            cautions.iter().for_each(|line| _ = writeln!(text, "- {line}"));
+            _ = write!(text, "\n## Mind\n\n{}", list(cautions));
         }
         for result in &self.temperatures {
             for table in tables(result) {
                 _ = write!(text, "\n## {}\n\n{}", table.title, table.markdown());
             }
         }
-        text.push_str("\n## What was run\n\n");
-        self.facts().iter().for_each(|(name, value)| _ = writeln!(text, "- {name}: {value}"));
-        text.push_str("\n## Definitions\n\n");
-        DEFINITIONS.iter().for_each(|(name, meaning)| _ = writeln!(text, "- **{name}**: {meaning}"));
+        let facts = self.facts().into_iter().map(|(name, value)| format!("{name}: {value}"));
+        _ = write!(text, "\n## What was run\n\n{}", list(facts));
+        let definitions = DEFINITIONS.iter().map(|(name, meaning)| format!("**{name}**: {meaning}"));
+        _ = write!(text, "\n## Definitions\n\n{}", list(definitions));
         text.push_str(
             "\n## Files\n\n- `results.json`: all numbers\n- `report.html`: the same with plots\n- `journal.jsonl`: every answer \
              with its rounds and times\n\nWritten by `deepspec eval`; not to be edited by hand.\n",
         );
         text
     }
+}
+
+/// Lines as a Markdown list.
+fn list(lines: impl IntoIterator<Item = String>) -> String {
+    lines.into_iter().map(|line| ["- ", &line, "\n"].concat()).collect()
 }
 
 /// All tables of one temperature.

@@ -6,6 +6,7 @@
 //! has the same bytes as that of an uninterrupted run.
 
 use std::collections::HashMap;
+use std::fmt::Write as _;
 use std::path::Path;
 
 use deepspec_datasets::renderer::Renderer;
@@ -164,5 +165,8 @@ pub(super) fn sha256_hex(bytes: &[u8]) -> String {
 
 /// Bytes as lower-case hex digits.
 pub(super) fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+    bytes.iter().fold(String::new(), |mut text, byte| {
+        write!(text, "{byte:02x}").expect("writing to a string does not fail");
+        text
+    })
 }

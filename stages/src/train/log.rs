@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use deepspec_kernels::linear::{Linear, Precision};
+use deepspec_models::linear::{Linear, Precision};
 use deepspec_models::config::DraftConfig;
 use deepspec_models::loss::dspark::{LossWeights, MetricSums};
 use serde_json::{Map, Value, json};
@@ -46,6 +46,7 @@ impl TrainLog {
             write_atomic(&path, text.as_bytes())?;
         }
         let folder = run.tensorboard();
+        fs_err::create_dir_all(&folder)?;
         let events = match EventWriter::latest_in(&folder)? {
             Some(file) => EventWriter::resume(&file, resumed_from)?,
             None => EventWriter::create(&folder, now())?,

@@ -16,7 +16,7 @@ use std::time::Instant;
 
 use candle_core::DType;
 use deepspec_datasets::target_cache::{Expected, Reader};
-use deepspec_kernels::linear::{Packed, Precision as Packing};
+use deepspec_models::linear::{Packed, Precision as Packing};
 use deepspec_models::draft::{DSpark, ParameterSource, Parameters, initialise};
 use deepspec_models::loss::dspark::{LossHead, MetricSums};
 use deepspec_models::optimizer::{AdamWConfig, Optimizer, Schedule};

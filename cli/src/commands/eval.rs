@@ -1,0 +1,67 @@
+//! `deepspec eval`: acceptance, calibration and measured speed on held-out prompts.
+
+use std::path::Path;
+
+use anyhow::Context as _;
+use deepspec_stages::drafter::{describe, load_drafter};
+use deepspec_stages::eval::{self, EvalOutcome};
+use deepspec_stages::progress::Context;
+use deepspec_stages::recipe::{PromptSource, Proposer};
+use deepspec_stages::train::latest_checkpoint;
+
+use super::setup::Setup;
+use super::tables;
+use crate::args::EvalArguments;
+use crate::failure::Refusal;
+use crate::printer::Printer;
+
+/// Evaluates the run's drafter, or the one given.
+///
+/// # Errors
+/// As [`eval::run`]; also when speculative and plain output differ.
+pub(super) fn run(arguments: &EvalArguments, printer: &Printer, context: Context<'_>) -> anyhow::Result<()> {
+    let setup = Setup::new(&arguments.run, |recipe| {
+        if !arguments.prompts.is_empty() {
+            recipe.eval.prompts = arguments.prompts.iter().cloned().map(PromptSource::File).collect();
+        }
+        recipe.eval.limit = arguments.limit.or(recipe.eval.limit);
+    })?;
+    let run = setup.run_dir(context)?;
+    let model = setup.target(context)?;
+    let checkpoint = match &arguments.draft {
+        Some(folder) => Some(folder.clone()),
+        None => latest_checkpoint(&run)?,
+    };
+    let wanted = setup.recipe.eval.proposers.contains(&Proposer::Draft);
+    let drafter = match checkpoint.filter(|_| wanted) {
+        Some(folder) => {
+            let drafter = load_drafter(&folder, model.target.config(), setup.recipe.target.precision)?;
+            context.note(format!("{}, from `{}`", describe(drafter.config()), folder.display()));
+            Some(drafter)
+        }
+        None => None,
+    };
+    let out = arguments.out.clone().unwrap_or_else(|| run.eval());
+    let renderer = &model.text.renderer;
+    let outcome =
+        eval::run(&setup.recipe, &out, &model.target, drafter.as_ref(), renderer, &setup.provenance, context)?;
+    print(&outcome, &out, printer)
+}
+
+/// Prints tables or JSON, says where the reports are, and refuses to call a lossy run a success.
+pub(super) fn print(outcome: &EvalOutcome, out: &Path, printer: &Printer) -> anyhow::Result<()> {
+    if printer.wants_json() {
+        printer.data(&serde_json::to_string(outcome).context("cannot write the outcome as JSON")?)?;
+    } else {
+        printer.data(&tables::evaluation(outcome))?;
+    }
+    printer.words(&format!("reports: {}/report.html, README.md, results.json", out.display()));
+    if outcome.lossless == Some(false) {
+        return Err(Refusal {
+            problem: format!("speculative output differs from plain output in {} answers", outcome.differences.len()),
+            hint: Some("this is a bug; the reports list each prompt and position".into()),
+        }
+        .into());
+    }
+    Ok(())
+}

@@ -1,0 +1,36 @@
+//! `deepspec train`: a drafter from the run's target cache.
+
+use deepspec_stages::progress::Context;
+use deepspec_stages::train::{self, TrainOutcome};
+
+use super::prepare::print;
+use super::setup::Setup;
+use crate::args::RunArguments;
+use crate::printer::Printer;
+
+/// Trains, or goes on training.
+///
+/// # Errors
+/// As [`train::run`].
+pub(super) fn run(arguments: &RunArguments, printer: &Printer, context: Context<'_>) -> anyhow::Result<()> {
+    let setup = Setup::new(arguments, |_| {})?;
+    let run = setup.run_dir(context)?;
+    let model = setup.target(context)?;
+    let outcome = train::run(&setup.recipe, &run, &model, context)?;
+    print(&summary(&outcome), printer)
+}
+
+/// The outcome as rows of a table.
+pub(super) fn summary(outcome: &TrainOutcome) -> Vec<(String, String)> {
+    let mut rows = vec![
+        ("steps".to_owned(), outcome.steps.to_string()),
+        ("trainable parameters".to_owned(), format!("{:.1} M", outcome.parameters as f64 / 1e6)),
+        ("time".to_owned(), format!("{:.0} s for {} steps", outcome.seconds, outcome.steps - outcome.resumed_from)),
+        ("checkpoint".to_owned(), outcome.checkpoint.display().to_string()),
+    ];
+    let shown = ["loss", "ce_loss", "tau_probabilistic", "accept_rate@0"];
+    for (name, value) in outcome.metrics.iter().filter(|(name, _)| shown.contains(&name.as_str())) {
+        rows.push((format!("{name} (last steps, on training data)"), format!("{value:.3}")));
+    }
+    rows
+}
