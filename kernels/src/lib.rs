@@ -14,6 +14,7 @@ mod rows;
 mod silu_mul;
 #[doc(hidden)]
 pub mod simd;
+mod threads;
 pub mod vocab_loss;
 
 pub use rms_norm::rms_norm;

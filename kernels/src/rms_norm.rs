@@ -6,6 +6,7 @@ use rayon::prelude::*;
 use crate::multiversion;
 use crate::rows::Rows;
 use crate::simd::{dot, sum};
+use crate::threads;
 
 /// Normalises each row of `x` (last dimension) and scales it by `weight`.
 ///
@@ -58,12 +59,8 @@ impl CustomOp2 for RmsNorm {
             bail!("rms-norm weight has {} elements for rows of {}", weight.len(), x.cols);
         }
         let mut y = vec![0f32; x.count * x.cols];
-        let run = |(i, y): (usize, &mut [f32])| forward_row(x.row(i), weight, self.eps, y);
-        if y.len() < 1 << 16 {
-            y.chunks_exact_mut(x.cols).enumerate().for_each(run);
-        } else {
-            y.par_chunks_exact_mut(x.cols).with_min_len(32).enumerate().for_each(run);
-        }
+        let parallel = y.len() >= 1 << 16;
+        threads::for_each_chunk(&mut y, x.cols, parallel, |i, y| forward_row(x.row(i), weight, self.eps, y));
         Ok((CpuStorage::F32(y), xl.shape().clone()))
     }
 

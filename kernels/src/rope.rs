@@ -6,9 +6,9 @@
 use std::sync::Arc;
 
 use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, bail};
-use rayon::prelude::*;
 
 use crate::rows::Rows;
+use crate::threads;
 
 /// Inverse frequencies of a model's rotary embedding.
 #[derive(Debug, Clone)]
@@ -85,7 +85,8 @@ impl CustomOp1 for RopeAngles {
             );
         }
         let mut y = vec![0f32; x.count * x.cols];
-        let run = |(row, y): (usize, &mut [f32])| {
+        let parallel = y.len() >= 1 << 16;
+        threads::for_each_chunk(&mut y, x.cols, parallel, |row, y| {
             y.copy_from_slice(x.row(row));
             let cos = &self.cos[row * self.pairs..(row + 1) * self.pairs];
             let sin = &self.sin[row * self.pairs..(row + 1) * self.pairs];
@@ -96,12 +97,7 @@ impl CustomOp1 for RopeAngles {
                     (*a, *b) = (*a * c - *b * s, *b * c + *a * s);
                 }
             }
-        };
-        if y.len() < 1 << 16 {
-            y.chunks_exact_mut(x.cols).enumerate().for_each(run);
-        } else {
-            y.par_chunks_exact_mut(x.cols).with_min_len(16).enumerate().for_each(run);
-        }
+        });
         Ok((CpuStorage::F32(y), layout.shape().clone()))
     }
 

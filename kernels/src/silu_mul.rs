@@ -6,6 +6,7 @@ use rayon::prelude::*;
 use crate::multiversion;
 use crate::rows::Rows;
 use crate::simd::exp;
+use crate::threads;
 
 /// y = silu(gate) · up.
 ///
@@ -51,12 +52,8 @@ impl CustomOp2 for SiluMul {
             bail!("silu-mul of shapes {:?} and {:?}", gl.dims(), ul.dims());
         }
         let mut y = vec![0f32; gate.count * gate.cols];
-        let run = |(i, y): (usize, &mut [f32])| forward_row(gate.row(i), up.row(i), y);
-        if y.len() < 1 << 15 {
-            y.chunks_exact_mut(gate.cols).enumerate().for_each(run);
-        } else {
-            y.par_chunks_exact_mut(gate.cols).with_min_len(4).enumerate().for_each(run);
-        }
+        let parallel = y.len() >= 1 << 14;
+        threads::for_each_chunk(&mut y, gate.cols, parallel, |i, y| forward_row(gate.row(i), up.row(i), y));
         Ok((CpuStorage::F32(y), gl.shape().clone()))
     }
 

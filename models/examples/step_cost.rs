@@ -26,7 +26,8 @@ fn measure() {
         let mut cache = target.new_cache(1, 1024).unwrap();
         let prompt: Vec<u32> = (0..256).map(|i| 1000 + i * 37 % 4000).collect();
         target.forward(&mut cache, &[NewTokens { slot: 0, tokens: &prompt }], &[]).unwrap();
-        for rows in [1usize, 2, 4, 6, 8, 12, 16, 32, 512] {
+        let only: Option<usize> = std::env::args().nth(2).and_then(|text| text.parse().ok());
+        for rows in [1usize, 2, 4, 6, 8, 12, 16, 32, 512].into_iter().filter(|rows| only.is_none_or(|only| only == *rows)) {
             let tokens = vec![77u32; rows];
             let mut times = Vec::new();
             let all: Vec<usize> = if rows == 512 { vec![511] } else { (0..rows).collect() };

@@ -149,7 +149,7 @@ impl Bench {
     }
 }
 
-/// Name of group and proposer, rounds, drafted, proposed, accepted, committed, rollbacks, and whether identical to plain.
+/// Name of group and proposer; rounds, drafted, proposed, accepted, committed, rollbacks; whether identical to plain.
 type Counts = (String, [u64; 6], Option<bool>);
 
 /// What of a result must not depend on speed: counts, and all answers with their rounds.

@@ -8,12 +8,12 @@
 use std::sync::Arc;
 
 use candle_core::{CpuStorage, CustomOp3, InplaceOp2, Layout, Result, Shape, Tensor, bail};
-use rayon::prelude::*;
 
 use super::HeadLayout;
 use crate::multiversion;
 use crate::rows::Rows;
 use crate::simd::{axpy, axpy4, exp_shifted, max, weighted_sum};
+use crate::threads;
 
 /// New rows of one sequence.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -145,7 +145,6 @@ multiversion! {
     fn attend(q: &[f32], k: Rows<'_>, k_row: usize, v: Rows<'_>, v_row: usize, keys: std::ops::Range<usize>, column: usize, heads: HeadLayout,
         scores: &mut [f32], y: &mut [f32]) {
         let (dim, count, scale) = (heads.head_dim, keys.len(), heads.scale());
-        scores.fill(0.0);
         for (q, scores) in q.chunks_exact(dim).zip(scores.chunks_exact_mut(count)) {
             let k = |d: usize| k.part(k_row + d, keys.start, count);
             let quads = q.chunks_exact(4);
@@ -213,23 +212,17 @@ impl CustomOp3 for RaggedAttention {
         }
         let width = self.heads.group() * head_dim;
         let mut y = vec![0f32; rows * heads * head_dim];
-        let run = |scores: &mut Vec<f32>, task: usize, y: &mut [f32]| {
+        threads::for_each_chunk(&mut y, width, work >= 1 << 15, |task, y| {
             let (row, kv_head) = (task / kv_heads, task % kv_heads);
             let (slot, keys) = places[row].clone();
             if keys.is_empty() {
                 return;
             }
-            scores.resize(keys.len() * self.heads.group(), 0.0);
+            let mut scores = vec![0f32; keys.len() * self.heads.group()];
             let column = kv_head * head_dim;
             let (k_row, v_row) = (slot * v.cols + column, slot * self.capacity);
-            attend(q.part(row, kv_head * width, width), k, k_row, v, v_row, keys, column, self.heads, scores, y);
-        };
-        if work < 1 << 15 {
-            let mut scores = Vec::new();
-            y.chunks_exact_mut(width).enumerate().for_each(|(task, y)| run(&mut scores, task, y));
-        } else {
-            y.par_chunks_exact_mut(width).enumerate().for_each_init(Vec::new, |scores, (task, y)| run(scores, task, y));
-        }
+            attend(q.part(row, kv_head * width, width), k, k_row, v, v_row, keys, column, self.heads, &mut scores, y);
+        });
         Ok((CpuStorage::F32(y), Shape::from((rows, heads * head_dim))))
     }
 }

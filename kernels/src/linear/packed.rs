@@ -11,6 +11,7 @@ use rayon::prelude::*;
 
 use crate::rows::Rows;
 use crate::simd::{Level, level};
+use crate::threads;
 
 /// Outputs per panel.
 const PANEL: usize = 32;
@@ -118,7 +119,7 @@ impl Packed {
         assert_eq!(y.len(), x.count * self.outputs, "output holds all rows");
         let panels = self.outputs.div_ceil(PANEL);
         let work = x.count * self.inputs * self.outputs;
-        let shares = if work < 1 << 15 { 1 } else { rayon::current_num_threads().min(panels) };
+        let shares = if work < 1 << 15 { 1 } else { threads::count().min(panels) };
         let out = Out { data: y.as_mut_ptr(), stride: self.outputs };
         let run = |share: usize| {
             let (from, to) = (panels * share / shares, panels * (share + 1) / shares);
@@ -131,7 +132,7 @@ impl Packed {
                 first = last;
             }
         };
-        if shares == 1 { run(0) } else { (0..shares).into_par_iter().with_max_len(1).for_each(run) }
+        threads::run(shares, run);
     }
 
     fn panel_rows(&self, x: Rows<'_>, panel: usize, first: usize, last: usize, out: &Out) {
@@ -225,7 +226,7 @@ mod x86 {
     //! Register tiles for AVX-512 (rows × 32) and AVX2 (rows × 16, twice a panel).
 
     use std::arch::x86_64::{
-        _mm_loadu_si128, _mm256_castsi256_ps, _mm256_cvtepu16_epi32, _mm256_fmadd_ps, _mm256_loadu_ps,
+        _MM_HINT_T0, _mm_loadu_si128, _mm_prefetch, _mm256_castsi256_ps, _mm256_cvtepu16_epi32, _mm256_fmadd_ps, _mm256_loadu_ps,
         _mm256_loadu_si256, _mm256_set1_ps, _mm256_setzero_ps, _mm256_slli_epi32, _mm256_storeu_ps,
         _mm512_castsi512_ps, _mm512_cvtepu16_epi32, _mm512_fmadd_ps, _mm512_loadu_ps, _mm512_set1_ps,
         _mm512_setzero_ps, _mm512_slli_epi32, _mm512_storeu_ps,
@@ -234,6 +235,9 @@ mod x86 {
     use half::bf16;
 
     use super::{PANEL, Tile};
+
+    /// Steps of k that weights are fetched ahead.
+    const AHEAD: usize = 24;
 
     /// Defines `$name(panel, a, tile)` for panels of `$weight`: `$kernel::<R>` on tiles of R = 1 … `$most` rows.
     macro_rules! tiles {
@@ -271,6 +275,11 @@ mod x86 {
                 for k in 0..depth {
                     // SAFETY: k < depth, which is the length of each row and the number of 32-weight steps in the panel.
                     unsafe {
+                        // The hardware prefetcher stops at page borders; a hint past the end of the panel is harmless.
+                        _mm_prefetch::<_MM_HINT_T0>(weights.wrapping_add(AHEAD * PANEL).cast());
+                        if size_of::<$weight>() == 4 {
+                            _mm_prefetch::<_MM_HINT_T0>(weights.wrapping_add(AHEAD * PANEL + 16).cast());
+                        }
                         let $p = weights;
                         let low = $load;
                         let $p = weights.add(16);

@@ -1,4 +1,5 @@
-//! Runs the prompts: every proposer on every prompt, in rotating order, with a journal from which an interrupted run goes on.
+//! Runs the prompts: every proposer on every prompt, in rotating order, with a journal from which an interrupted run
+//! goes on.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -142,7 +143,7 @@ impl<'a> Plan<'a> {
         if others > 0 {
             ctx.note(format!(
                 "the folder also holds {others} answers of evaluations with other settings, models or \
-            machines; they stay in the journal"
+                 machines; they stay in the journal"
             ));
         }
         if !samples.is_empty() {

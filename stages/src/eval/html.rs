@@ -1,4 +1,5 @@
-//! `report.html`: the result as one page that needs nothing else, readable on a phone, light or dark as the reader's system.
+//! `report.html`: the result as one page that needs nothing else, readable on a phone, light or dark as the reader's
+//! system.
 
 use std::fmt::Write;
 
@@ -167,7 +168,7 @@ fn acceptance(result: &TemperatureResult) -> String {
     let title = "Acceptance per position";
     let svg = lines(title, (1.0, longest as f64), &ticks, "position in the block", &drawn, false);
     let text = "Share of rounds in which the tokens up to the position were all accepted; dashed: given that those \
-    before it were.";
+                before it were.";
     figure(title, text, &legend, &svg)
 }
 

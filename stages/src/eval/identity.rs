@@ -1,7 +1,7 @@
 //! What makes two evaluations the same, so that an interrupted one goes on and never mixes with another.
 //!
-//! Weights are told apart by what they compute: the bits of the hidden rows, biases and confidences that target and drafter
-//! give on a fixed prompt. A drafter that was trained on has another fingerprint, however it is stored.
+//! Weights are told apart by what they compute: the bits of the hidden rows, biases and confidences that target and
+//! drafter give on a fixed prompt. A drafter that was trained on has another fingerprint, however it is stored.
 
 use std::collections::BTreeMap;
 
@@ -76,8 +76,8 @@ fn digest(tensors: &[Tensor]) -> Result<String> {
     Ok(hex(&hash.finalize())[..DIGITS].to_owned())
 }
 
-/// Short hash of all that the answers and times of an evaluation depend on: the recipe's `eval` and `target` sections, prompts,
-/// template, weights, program and machine.
+/// Short hash of all that the answers and times of an evaluation depend on: the recipe's `eval` and `target` sections,
+/// prompts, template, weights, program and machine.
 pub(super) fn identity(recipe: &Recipe, origin: &Origin, inputs: &[&str]) -> Result<String> {
     let mut facts: BTreeMap<String, String> = recipe.entries()?;
     facts.retain(|key, _| key.starts_with("eval.") || key.starts_with("target."));

@@ -1,7 +1,7 @@
 //! What a drafter's rounds amount to: acceptance length and rates, and how much the answers repeat themselves.
 //!
-//! Several numbers in use share the name "acceptance length"; [`DEFINITIONS`] states each one as it is computed here, and
-//! every report prints it.
+//! Several numbers in use share the name "acceptance length"; [`DEFINITIONS`] states each one as it is computed here,
+//! and every report prints it.
 
 use std::collections::HashSet;
 
@@ -21,46 +21,56 @@ pub const IDLE_TAU: f64 = 1.05;
 pub const DEFINITIONS: &[(&str, &str)] = &[
     (
         "round",
-        "one draft, one target forward over the anchor and the proposed tokens, one acceptance; the forward over the prompt, which gives the first token, is none",
+        "one draft, one target forward over the anchor and the proposed tokens, one acceptance; the forward over the \
+         prompt, which gives the first token, is none",
     ),
     (
         "tau",
-        "tokens committed in rounds / rounds, pooled over all rounds: accepted tokens and the target's own token; a round that ends on an accepted stop token counts its accepted tokens only; plain decoding has 1",
+        "tokens committed in rounds / rounds, pooled over all rounds: accepted tokens and the target's own token; a \
+         round that ends on an accepted stop token counts its accepted tokens only; plain decoding has 1",
     ),
     (
         "tau (vLLM)",
-        "1 + accepted / rounds, the definition of vLLM and llama.cpp: it counts the target's own token even where the round ended before it",
+        "1 + accepted / rounds, the definition of vLLM and llama.cpp: it counts the target's own token even where \
+         the round ended before it",
     ),
     (
         "verify rate",
-        "tokens committed in rounds / (tokens proposed for verification + rounds): share of the target's rows that became output",
+        "tokens committed in rounds / (tokens proposed for verification + rounds): share of the target's rows that \
+         became output",
     ),
     (
         "accept@k",
-        "rounds whose k-th proposed token was accepted / rounds that proposed a k-th token: acceptance of the whole prefix up to k",
+        "rounds whose k-th proposed token was accepted / rounds that proposed a k-th token: acceptance of the whole \
+         prefix up to k",
     ),
     ("conditional accept@k", "the same among the rounds whose first k − 1 proposed tokens were all accepted"),
     (
         "draft length, verify length",
-        "drafted tokens / rounds before the confidence threshold, and proposed tokens / rounds after it, cut after an accepted stop token",
+        "drafted tokens / rounds before the confidence threshold, and proposed tokens / rounds after it, cut after \
+         an accepted stop token",
     ),
     ("rollbacks", "rounds in which at least one verified token was rejected"),
     (
         "repetition",
-        "share of the 4-grams of an answer that occurred earlier in it; a looping answer is easy to draft and its speed means little",
+        "share of the 4-grams of an answer that occurred earlier in it; a looping answer is easy to draft and its \
+         speed means little",
     ),
     (
         "tokens/s, ms/token",
-        "output tokens against wall-clock time from the submission of a prompt to its last token, reading the prompt included; mean, median, p99 and standard deviation of ms/token are over prompts",
+        "output tokens against wall-clock time from the submission of a prompt to its last token, reading the prompt \
+         included; mean, median, p99 and standard deviation of ms/token are over prompts",
     ),
     (
         "speedup",
-        "tokens/s over all prompts / the same of plain decoding in the same run, prompt by prompt in rotating order; the interval is a 95 % bootstrap over prompts; the ratio of medians compares the median ms/token",
+        "tokens/s over all prompts / the same of plain decoding in the same run, prompt by prompt in rotating order; \
+         the interval is a 95 % bootstrap over prompts; the ratio of medians compares the median ms/token",
     ),
     ("identical", "at temperature 0, whether every answer equals that of plain decoding token for token"),
     (
         "ECE, AUROC, Brier",
-        "of the running product of confidences up to k as a prediction that the prefix up to k is accepted: calibration error in 20 bins, area under the ROC curve in 1000 bins, mean squared error",
+        "of the running product of confidences up to k as a prediction that the prefix up to k is accepted: \
+         calibration error in 20 bins, area under the ROC curve in 1000 bins, mean squared error",
     ),
 ];
 
@@ -186,8 +196,8 @@ impl Acceptance {
         }
         let tau = self.tau.filter(|&tau| rounds >= IDLE_ROUNDS && tau < IDLE_TAU)?;
         Some(format!(
-            "`{name}` has a tau of {tau:.3} over {rounds} rounds, below {IDLE_TAU}: it does not fit this target, or is read with \
-             the wrong layers, block layout or mask token"
+            "`{name}` has a tau of {tau:.3} over {rounds} rounds, below {IDLE_TAU}: it does not fit this target, or is read \
+             with the wrong layers, block layout or mask token"
         ))
     }
 }

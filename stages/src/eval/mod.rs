@@ -1,8 +1,8 @@
 //! Evaluation: speculative against plain decoding, and how good the drafter's confidence is.
 //!
-//! [`run`] decodes every prompt with every proposer in one go, checks that speculation changes no answer, and writes what it
-//! found: `results.json` for programs, `README.md` and `report.html` for people, and `journal.jsonl` with every answer and
-//! round, from which an interrupted evaluation goes on.
+//! [`run`] decodes every prompt with every proposer in one go, checks that speculation changes no answer, and writes
+//! what it found: `results.json` for programs, `README.md` and `report.html` for people, and `journal.jsonl` with every
+//! answer and round, from which an interrupted evaluation goes on.
 
 pub mod confidence;
 pub mod decode;
@@ -34,9 +34,9 @@ use crate::progress::{Context, Event};
 use crate::recipe::{Proposer, Recipe};
 use crate::run_dir::{Provenance, write_atomic};
 
-/// Evaluates `drafter` on `target` as `recipe.eval` says and writes the result to `out_dir`. Called again after an interrupt, it
-/// goes on with the prompts that are missing; other evaluations in the same folder keep their lines of the journal, the
-/// reports are those of the latest.
+/// Evaluates `drafter` on `target` as `recipe.eval` says and writes the result to `out_dir`. Called again after an
+/// interrupt, it goes on with the prompts that are missing; other evaluations in the same folder keep their lines of
+/// the journal, the reports are those of the latest.
 ///
 /// # Errors
 /// The recipe asks for a drafter that is not given, no prompt can be used, a model fails, the disk refuses, or the user

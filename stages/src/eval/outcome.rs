@@ -245,8 +245,7 @@ pub(super) fn warnings(results: &[TemperatureResult], differences: &[Difference]
         let name = proposers.filter(|found| found.proposer == first.proposer).map(|found| found.name.as_str()).next();
         warnings.push(format!(
             "not lossless: {} answers at temperature 0 differ from plain decoding; the first at token {} of prompt \
-             {} of `{}` \
-             ({}), where the target's two best logits are {:.2e} apart",
+             {} of `{}` ({}), where the target's two best logits are {:.2e} apart",
             differences.len(),
             first.position,
             first.prompt,
@@ -264,8 +263,7 @@ pub(super) fn warnings(results: &[TemperatureResult], differences: &[Difference]
         if loops > LOOPING {
             warnings.push(format!(
                 "{:.0} % of the 4-grams in the answers {at} are repeats: looping text is easy to draft, so the speed \
-                 here \
-                 says little about other text",
+                 here says little about other text",
                 100.0 * loops
             ));
         }

@@ -53,8 +53,8 @@ pub(super) fn escape(text: &str) -> String {
     })
 }
 
-/// Lines over x with heights from 0 to 1. `ticks` are positions on the x axis with their labels; the axis spans `from` to `to`.
-/// `diagonal` draws the line y = x.
+/// Lines over x with heights from 0 to 1. `ticks` are positions on the x axis with their labels; the axis spans `from`
+/// to `to`. `diagonal` draws the line y = x.
 pub(super) fn lines(
     title: &str,
     (from, to): (f64, f64),
@@ -108,7 +108,8 @@ pub(super) fn lines(
     svg + "</svg>"
 }
 
-/// Groups of horizontal bars; a group with a heading has it above its bars. Bars of no length at all give an empty plot.
+/// Groups of horizontal bars; a group with a heading has it above its bars. Bars of no length at all give an empty
+/// plot.
 pub(super) fn bars(title: &str, groups: &[(Option<String>, Vec<Bar>)]) -> String {
     const LABEL: f64 = 66.0;
     const VALUE: f64 = 84.0;

@@ -41,8 +41,8 @@ pub struct SetInfo {
     pub first_rejects: Vec<String>,
 }
 
-/// Reads and renders all sets of a recipe. `longest` is the target's context length; a prompt that leaves no room for a whole
-/// answer in it is counted as rejected.
+/// Reads and renders all sets of a recipe. `longest` is the target's context length; a prompt that leaves no room for a
+/// whole answer in it is counted as rejected.
 ///
 /// # Errors
 /// A set cannot be read or has the name of another, or no prompt is left.

@@ -62,14 +62,17 @@ impl EvalOutcome {
     fn lossless_sentence(&self) -> String {
         match self.lossless {
             Some(true) => {
-                format!("all {} answers compared at temperature 0 equal those of plain decoding, token for token", self.compared)
+                let count = self.compared;
+                format!("all {count} answers compared at temperature 0 equal those of plain decoding, token for token")
             }
             Some(false) => format!(
                 "NOT lossless: {} of {} answers compared at temperature 0 differ from those of plain decoding",
                 self.differences.len(),
                 self.compared
             ),
-            None => "not compared with plain decoding token by token: that needs temperature 0, `plain` and another proposer".into(),
+            None => "not compared with plain decoding token by token: that needs temperature 0, `plain` and another \
+                     proposer"
+                .into(),
         }
     }
 
@@ -175,8 +178,8 @@ impl EvalOutcome {
         let definitions = DEFINITIONS.iter().map(|(name, meaning)| format!("**{name}**: {meaning}"));
         _ = write!(text, "\n## Definitions\n\n{}", list(definitions));
         text.push_str(
-            "\n## Files\n\n- `results.json`: all numbers\n- `report.html`: the same with plots\n- `journal.jsonl`: every answer \
-             with its rounds and times\n\nWritten by `deepspec eval`; not to be edited by hand.\n",
+            "\n## Files\n\n- `results.json`: all numbers\n- `report.html`: the same with plots\n- `journal.jsonl`: every \
+             answer with its rounds and times\n\nWritten by `deepspec eval`; not to be edited by hand.\n",
         );
         text
     }

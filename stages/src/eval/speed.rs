@@ -8,8 +8,8 @@ const RESAMPLES: u64 = 2000;
 /// Ends of the 95 % interval.
 const TAILS: (f64, f64) = (0.025, 0.975);
 
-/// Time and output of one prompt. With several sequences at once, the time of their common run is shared out among them in
-/// proportion to their tokens.
+/// Time and output of one prompt. With several sequences at once, the time of their common run is shared out among them
+/// in proportion to their tokens.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 pub struct Timing {
     /// Output tokens.

@@ -1,0 +1,198 @@
+//! `kill -9` in the middle of `prepare` and of `train`: what the resumed run leaves equals what an uninterrupted one does.
+//!
+//! The target is the tiny golden one with a byte-level tokenizer made here, so the whole program runs in seconds.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use serde_json::{Map, Value, json};
+
+/// Moments at which each stage is killed.
+const KILLS: u32 = 5;
+
+/// The character that stands for a byte in byte-level BPE vocabularies.
+fn byte_character(byte: u8) -> char {
+    let printable = |b: u8| matches!(b, b'!'..=b'~' | 0xA1..=0xAC | 0xAE..=0xFF);
+    if printable(byte) {
+        return char::from(byte);
+    }
+    let before = (0..byte).filter(|&b| !printable(b)).count() as u32;
+    char::from_u32(256 + before).unwrap()
+}
+
+/// A copy of the golden target with tokenizer and chat template.
+fn model_folder(root: &Path) -> PathBuf {
+    let folder = root.join("model");
+    fs_err::create_dir_all(&folder).unwrap();
+    let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../models/tests/golden/target");
+    for name in ["config.json", "generation_config.json", "model.safetensors"] {
+        fs_err::copy(golden.join(name), folder.join(name)).unwrap();
+    }
+    let specials = ["<pad>", "<|im_start|>", "<|im_end|>", "<unused3>", "<unused4>", "<unused5>", "<mask>"];
+    let mut vocab = Map::new();
+    let mut added = Vec::new();
+    for (id, text) in specials.iter().enumerate() {
+        vocab.insert((*text).into(), json!(id));
+        added.push(json!({
+            "id": id, "content": text, "special": true, "single_word": false, "lstrip": false, "rstrip": false,
+            "normalized": false,
+        }));
+    }
+    for byte in 0..=255u8 {
+        vocab.insert(byte_character(byte).into(), json!(specials.len() + usize::from(byte)));
+    }
+    let level = json!({ "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true });
+    let tokenizer = json!({
+        "version": "1.0", "truncation": null, "padding": null, "added_tokens": added, "normalizer": null,
+        "pre_tokenizer": level.clone(), "post_processor": null, "decoder": level,
+        "model": { "type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
+            "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false, "vocab": vocab, "merges": [] },
+    });
+    fs_err::write(folder.join("tokenizer.json"), tokenizer.to_string()).unwrap();
+    let template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}\
+                    {% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
+    let config = json!({ "chat_template": template, "eos_token": "<|im_end|>", "bos_token": null });
+    fs_err::write(folder.join("tokenizer_config.json"), config.to_string()).unwrap();
+    folder
+}
+
+/// A stage of the program on the tiny model.
+fn stage(name: &str, model: &Path, prompts: &Path, run: &Path) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_deepspec"));
+    command.arg(name).args(["--quiet", "--recipe", "quickstart", "--run"]).arg(run);
+    let settings = [
+        format!("target.model={}", model.display()),
+        format!("data.prompts={}", prompts.display()),
+        "prepare.max_new_tokens=40".into(),
+        "prepare.max_length=128".into(),
+        "prepare.batch_size=3".into(),
+        "prepare.samples_per_shard=4".into(),
+        "draft.target_layer_ids=[0,2,4]".into(),
+        "draft.mask_token_id=6".into(),
+        "draft.markov_rank=8".into(),
+        "train.steps=40".into(),
+        "train.batch_size=4".into(),
+        "train.micro_batch_size=2".into(),
+        "train.num_anchors=8".into(),
+        "train.checkpoint_every=6".into(),
+        "train.log_every=3".into(),
+    ];
+    for setting in settings {
+        command.arg("--set").arg(setting);
+    }
+    command.stdout(Stdio::null());
+    command
+}
+
+/// Runs to the end and returns the time it took.
+fn complete(mut command: Command) -> Duration {
+    let begun = Instant::now();
+    let output = command.stderr(Stdio::piped()).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    begun.elapsed()
+}
+
+/// Kills the stage after a fraction of its usual time, then lets it finish. Returns whether it was still running.
+fn kill_and_resume(fraction: f64, usual: Duration, command: impl Fn() -> Command) -> bool {
+    let mut child = command().stderr(Stdio::null()).spawn().unwrap();
+    std::thread::sleep(usual.mul_f64(fraction));
+    let running = child.try_wait().unwrap().is_none();
+    child.kill().unwrap();
+    child.wait().unwrap();
+    complete(command());
+    running
+}
+
+/// Files below a folder by relative path, but for locks and the provenance with its time.
+fn files(folder: &Path) -> Vec<(String, Vec<u8>)> {
+    let mut found = Vec::new();
+    let mut folders = vec![folder.to_path_buf()];
+    while let Some(next) = folders.pop() {
+        for entry in fs_err::read_dir(&next).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() {
+                folders.push(path);
+            } else {
+                let name = path.strip_prefix(folder).unwrap().to_string_lossy().into_owned();
+                if !name.ends_with("lock") && name != "provenance.json" && !name.starts_with("tensorboard") {
+                    found.push((name, fs_err::read(&path).unwrap()));
+                }
+            }
+        }
+    }
+    found.sort();
+    found
+}
+
+/// Metrics without the times in them.
+fn without_times(name: &str, bytes: Vec<u8>) -> Vec<u8> {
+    if !name.ends_with("metrics.jsonl") && !name.ends_with("train.jsonl") {
+        return bytes;
+    }
+    let text = String::from_utf8(bytes).unwrap();
+    let mut lines = String::new();
+    for line in text.lines() {
+        let mut record: Value = serde_json::from_str(line).unwrap();
+        let fields = record.as_object_mut().unwrap();
+        for key in ["tokens_per_s", "step_ms", "mfu"] {
+            fields.remove(key);
+        }
+        lines.push_str(&format!("{record}\n"));
+    }
+    lines.into_bytes()
+}
+
+fn assert_same(expected: &Path, found: &Path, what: &str) {
+    let names = |list: &[(String, Vec<u8>)]| list.iter().map(|(name, _)| name.clone()).collect::<Vec<_>>();
+    let (expected, found) = (files(expected), files(found));
+    assert_eq!(names(&expected), names(&found), "{what}: files");
+    for ((name, a), (_, b)) in expected.into_iter().zip(found) {
+        assert!(without_times(&name, a) == without_times(&name, b), "{what}: `{name}` differs");
+    }
+}
+
+fn copy(from: &Path, to: &Path) {
+    fs_err::create_dir_all(to).unwrap();
+    for entry in fs_err::read_dir(from).unwrap() {
+        let path = entry.unwrap().path();
+        let target = to.join(path.file_name().unwrap());
+        if path.is_dir() { copy(&path, &target) } else { drop(fs_err::copy(&path, target).unwrap()) }
+    }
+}
+
+#[test]
+fn killed_prepare_and_train_end_as_if_nothing_had_happened() {
+    let root = tempfile::tempdir().unwrap();
+    let root = root.path();
+    let model = model_folder(root);
+    let prompts = root.join("prompts.jsonl");
+    let rows: String = (0..18)
+        .map(|i| format!("{}\n", json!({ "id": i, "messages": [{ "role": "user", "content": format!("word {i} {}", i * 7) }] })))
+        .collect();
+    fs_err::write(&prompts, rows + "{\"broken\n").unwrap();
+
+    let whole = root.join("whole");
+    let usual = complete(stage("prepare", &model, &prompts, &whole));
+    let mut met = 0;
+    for i in 0..KILLS {
+        let run = root.join(format!("prepare-{i}"));
+        let fraction = (f64::from(i) + 0.6) / f64::from(KILLS);
+        met += u32::from(kill_and_resume(fraction, usual, || stage("prepare", &model, &prompts, &run)));
+        assert_same(&whole, &run, &format!("prepare killed after {fraction:.2} of its time"));
+    }
+    assert!(met > 0, "no kill came in time");
+
+    let trained = root.join("trained");
+    copy(&whole, &trained);
+    let usual = complete(stage("train", &model, &prompts, &trained));
+    met = 0;
+    for i in 0..KILLS {
+        let run = root.join(format!("train-{i}"));
+        copy(&whole, &run);
+        let fraction = (f64::from(i) + 0.6) / f64::from(KILLS);
+        met += u32::from(kill_and_resume(fraction, usual, || stage("train", &model, &prompts, &run)));
+        assert_same(&trained, &run, &format!("train killed after {fraction:.2} of its time"));
+    }
+    assert!(met > 0, "no kill came in time");
+}
