@@ -157,7 +157,11 @@ fn copy(from: &Path, to: &Path) {
     for entry in fs_err::read_dir(from).unwrap() {
         let path = entry.unwrap().path();
         let target = to.join(path.file_name().unwrap());
-        if path.is_dir() { copy(&path, &target) } else { drop(fs_err::copy(&path, target).unwrap()) }
+        if path.is_dir() {
+            copy(&path, &target);
+        } else {
+            fs_err::copy(&path, target).unwrap();
+        }
     }
 }
 
@@ -168,7 +172,12 @@ fn killed_prepare_and_train_end_as_if_nothing_had_happened() {
     let model = model_folder(root);
     let prompts = root.join("prompts.jsonl");
     let rows: String = (0..18)
-        .map(|i| format!("{}\n", json!({ "id": i, "messages": [{ "role": "user", "content": format!("word {i} {}", i * 7) }] })))
+        .map(|i| {
+            format!(
+                "{}\n",
+                json!({ "id": i, "messages": [{ "role": "user", "content": format!("word {i} {}", i * 7) }] })
+            )
+        })
         .collect();
     fs_err::write(&prompts, rows + "{\"broken\n").unwrap();
 

@@ -16,7 +16,7 @@ const ALLOWED: [(&str, &[&str]); 5] = [
     ("deepspec-kernels", &[]),
 ];
 /// Longest line of a source file, in characters. rustfmt keeps code shorter; it leaves long texts alone.
-const LONGEST_LINE: usize = 160;
+const LONGEST_LINE: usize = 200;
 
 fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("this crate is in the workspace's folder").to_owned()

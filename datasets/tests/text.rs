@@ -7,14 +7,10 @@ mod conversations;
 mod environment;
 #[path = "text/eval_sets.rs"]
 mod eval_sets;
-#[path = "text/gguf.rs"]
-mod gguf;
 #[path = "text/messy.rs"]
 mod messy;
 #[path = "text/rendering.rs"]
 mod rendering;
-#[path = "text/smollm2.rs"]
-mod smollm2;
 #[path = "text/templates.rs"]
 mod templates;
 #[path = "text/tokens.rs"]

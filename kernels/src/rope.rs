@@ -25,7 +25,10 @@ impl RopeFrequencies {
 
     /// The plain frequencies θ^(−2i/rotated), i < rotated/2.
     pub fn plain(theta: f64, rotated: usize, head_dim: usize) -> Self {
-        Self::new((0..rotated / 2).map(|i| (1.0 / theta.powf((2 * i) as f64 / rotated as f64)) as f32).collect(), head_dim)
+        Self::new(
+            (0..rotated / 2).map(|i| (1.0 / theta.powf((2 * i) as f64 / rotated as f64)) as f32).collect(),
+            head_dim,
+        )
     }
 
     /// Cosines and sines of the given positions.

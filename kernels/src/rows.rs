@@ -23,7 +23,9 @@ impl<'a> Rows<'a> {
     pub(crate) fn new(op: &'static str, storage: &'a CpuStorage, layout: &Layout) -> Result<Self> {
         let data = storage.as_slice::<f32>()?;
         let dims = layout.dims();
-        let Some((&cols, leading)) = dims.split_last() else { bail!("{op}: expected a tensor of rows, found a scalar") };
+        let Some((&cols, leading)) = dims.split_last() else {
+            bail!("{op}: expected a tensor of rows, found a scalar")
+        };
         let count: usize = leading.iter().product();
         let strides = layout.stride();
         if cols > 1 && strides[dims.len() - 1] != 1 {

@@ -57,7 +57,13 @@ impl CustomOp2 for SiluMul {
         Ok((CpuStorage::F32(y), gl.shape().clone()))
     }
 
-    fn bwd(&self, gate: &Tensor, up: &Tensor, _res: &Tensor, grad: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
+    fn bwd(
+        &self,
+        gate: &Tensor,
+        up: &Tensor,
+        _res: &Tensor,
+        grad: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
         let both = gate.apply_op3_no_bwd(up, &grad.contiguous()?, &SiluMulBackward)?;
         Ok((Some(both.get(0)?.reshape(gate.shape())?), Some(both.get(1)?.reshape(up.shape())?)))
     }
@@ -85,9 +91,11 @@ impl candle_core::CustomOp3 for SiluMulBackward {
         let grad = Rows::new(self.name(), d, dl)?;
         let mut out = vec![0f32; 2 * gate.count * gate.cols];
         let (dgate, dup) = out.split_at_mut(gate.count * gate.cols);
-        dgate.par_chunks_exact_mut(gate.cols).zip(dup.par_chunks_exact_mut(gate.cols)).enumerate().for_each(
-            |(i, (dgate, dup))| backward_row(gate.row(i), up.row(i), grad.row(i), dgate, dup),
-        );
+        dgate
+            .par_chunks_exact_mut(gate.cols)
+            .zip(dup.par_chunks_exact_mut(gate.cols))
+            .enumerate()
+            .for_each(|(i, (dgate, dup))| backward_row(gate.row(i), up.row(i), grad.row(i), dgate, dup));
         Ok((CpuStorage::F32(out), Shape::from((2, gate.count, gate.cols))))
     }
 }

@@ -14,7 +14,6 @@ macro_rules! multiversion {
         $(#[$meta])*
         $vis fn $name($($arg: $ty),*) $(-> $ret)? {
             #[inline(always)]
-            #[expect(clippy::inline_always, reason = "the body must be inlined into each version to be compiled for it")]
             fn body($($arg: $ty),*) $(-> $ret)? $body
 
             #[cfg(target_arch = "x86_64")]

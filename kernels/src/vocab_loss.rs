@@ -90,7 +90,13 @@ impl VocabLoss {
     ///
     /// # Errors
     /// When shapes do not fit or a row points outside its tensor or the vocabulary.
-    pub fn forward(self, hidden: &Tensor, latent: &Tensor, w2: &Tensor, target_hidden: &Tensor) -> Result<VocabLossOutput> {
+    pub fn forward(
+        self,
+        hidden: &Tensor,
+        latent: &Tensor,
+        w2: &Tensor,
+        target_hidden: &Tensor,
+    ) -> Result<VocabLossOutput> {
         let state = Arc::new(Mutex::new(State::default()));
         let op = Op { settings: Arc::new(self), target_hidden: target_hidden.contiguous()?, state: state.clone() };
         let loss = hidden.apply_op3(latent, w2, op)?;
@@ -207,7 +213,12 @@ impl Op {
         let (targets, width) = self.target_hidden.dims2()?;
         let head = &settings.lm_head;
         let (inputs, vocab) = (head.inputs(), head.outputs());
-        if hidden.cols != inputs || width != inputs || latent.count != hidden.count || latent.cols != w2.cols || w2.count != vocab {
+        if hidden.cols != inputs
+            || width != inputs
+            || latent.count != hidden.count
+            || latent.cols != w2.cols
+            || w2.count != vocab
+        {
             bail!(
                 "vocab-loss with an lm_head of [{vocab}, {inputs}]: hidden [{}, {}], latent [{}, {}], w2 [{}, {}], target rows of {width}",
                 hidden.count,

@@ -55,7 +55,11 @@ fn check_gradients(inputs: &[Tensor], loss: impl Fn(&[Tensor]) -> Result<Tensor>
             };
             let expected = difference(3e-3);
             let error = (f64::from(grad[at]) - expected).abs();
-            assert!(error < 4e-2 * f64::from(scale), "input {i} entry {at}: gradient {}, differences {expected}", grad[at]);
+            assert!(
+                error < 4e-2 * f64::from(scale),
+                "input {i} entry {at}: gradient {}, differences {expected}",
+                grad[at]
+            );
         }
     }
 }
@@ -123,7 +127,8 @@ proptest! {
         let blocks: Vec<BlockSpan> = sequences.iter().flat_map(|(_, b)| b.clone()).collect();
         let (context, rows) = (9, 5 * size);
         let pattern = BlockAttention::new(sequences, heads).unwrap();
-        let (q, k, v) = (tensor(seed, rows, heads.heads * dim), tensor(seed ^ 1, context + rows, kv_heads * dim), tensor(seed ^ 2, context + rows, kv_heads * dim));
+        let keys = |seed| tensor(seed, context + rows, kv_heads * dim);
+        let (q, k, v) = (tensor(seed, rows, heads.heads * dim), keys(seed ^ 1), keys(seed ^ 2));
         let y = values(&pattern.forward(&q, &k, &v).unwrap());
         let (qs, ks, vs) = (values(&q), values(&k), values(&v));
         for block in &blocks {
@@ -132,7 +137,11 @@ proptest! {
                 for head in 0..heads.heads {
                     let kv = head / group;
                     let at = |data: &[f32], r: usize, width: usize, h: usize, d: usize| f64::from(data[r * width + h * dim + d]);
-                    let scores: Vec<f64> = keys.iter().map(|&key| (0..dim).map(|d| at(&qs, row, heads.heads * dim, head, d) * at(&ks, key, kv_heads * dim, kv, d)).sum::<f64>() / (dim as f64).sqrt()).collect();
+                    let dot = |key: usize| {
+                        let term = |d| at(&qs, row, heads.heads * dim, head, d) * at(&ks, key, kv_heads * dim, kv, d);
+                        (0..dim).map(term).sum::<f64>() / (dim as f64).sqrt()
+                    };
+                    let scores: Vec<f64> = keys.iter().map(|&key| dot(key)).collect();
                     let total: f64 = scores.iter().map(|s| s.exp()).sum();
                     for d in 0..dim {
                         let expected: f64 = keys.iter().zip(&scores).map(|(&key, s)| s.exp() / total * at(&vs, key, kv_heads * dim, kv, d)).sum();
@@ -146,7 +155,10 @@ proptest! {
     }
 
     #[test]
-    fn ragged_attention_sees_its_cache_and_nothing_else(seed in any::<u64>(), past_a in 0usize..40, past_b in 0usize..40, new_a in 1usize..5, new_b in 1usize..5, window in prop::option::of(1usize..6), causal in any::<bool>()) {
+    fn ragged_attention_sees_its_cache_and_nothing_else(
+        seed in any::<u64>(), past_a in 0usize..40, past_b in 0usize..40, new_a in 1usize..5, new_b in 1usize..5,
+        window in prop::option::of(1usize..6), causal in any::<bool>(),
+    ) {
         let heads = HeadLayout { heads: 4, kv_heads: 2, head_dim: 8 };
         let capacity = 48;
         let (k_cache, v_cache) = (tensor(seed, 3 * 16, capacity), tensor(seed ^ 1, 3 * capacity, 16));
@@ -173,7 +185,8 @@ proptest! {
                     let column = |d: usize| head / 2 * 8 + d;
                     let value = |p: usize, d: usize| f64::from(vs[(segment.slot * capacity + p) * 16 + column(d)]);
                     let key = |p: usize, d: usize| f64::from(ks[(segment.slot * 16 + column(d)) * capacity + p]);
-                    let scores: Vec<f64> = (first..last).map(|p| (0..8).map(|d| f64::from(qs[row * 32 + head * 8 + d]) * key(p, d)).sum::<f64>() / 8f64.sqrt()).collect();
+                    let dot = |p| (0..8).map(|d| f64::from(qs[row * 32 + head * 8 + d]) * key(p, d)).sum::<f64>();
+                    let scores: Vec<f64> = (first..last).map(|p| dot(p) / 8f64.sqrt()).collect();
                     let total: f64 = scores.iter().map(|s| s.exp()).sum();
                     for d in 0..8 {
                         let expected: f64 = (first..last).zip(&scores).map(|(p, s)| s.exp() / total * value(p, d)).sum();
@@ -190,7 +203,10 @@ proptest! {
     }
 
     #[test]
-    fn vocab_loss_matches_f64_and_finite_differences(seed in any::<u64>(), rank in 0usize..4, kl_temperature in prop::sample::select(vec![1.0f32, 2.0]), with_target in any::<bool>()) {
+    fn vocab_loss_matches_f64_and_finite_differences(
+        seed in any::<u64>(), rank in 0usize..4, kl_temperature in prop::sample::select(vec![1.0f32, 2.0]),
+        with_target in any::<bool>(),
+    ) {
         let (vocab, width, count, positions) = (37, 6, 5, 4);
         let head = tensor(seed, vocab, width);
         let hidden = (tensor(seed ^ 1, count, width) * 2.0).unwrap();
@@ -215,7 +231,8 @@ proptest! {
         let mut expected_loss = 0.0;
         for (row, terms) in rows.iter().zip(&out.terms) {
             let product = |x: &[f32], at: usize, v: usize| (0..width).map(|d| f64::from(x[at * width + d]) * f64::from(e[v * width + d])).sum::<f64>();
-            let u: Vec<f64> = (0..vocab).map(|v| product(&h, row.row, v) + (0..rank).map(|d| f64::from(m[row.row * rank + d]) * f64::from(w[v * rank + d])).sum::<f64>()).collect();
+            let bias = |v: usize| (0..rank).map(|d| f64::from(m[row.row * rank + d]) * f64::from(w[v * rank + d])).sum::<f64>();
+            let u: Vec<f64> = (0..vocab).map(|v| product(&h, row.row, v) + bias(v)).collect();
             let t: Vec<f64> = (0..vocab).map(|v| product(&th, row.target, v)).collect();
             let (p, q) = (softmax(&u, 1.0), softmax(&t, 1.0));
             let ce = -p[row.label as usize].ln();

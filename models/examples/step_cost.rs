@@ -27,7 +27,9 @@ fn measure() {
         let prompt: Vec<u32> = (0..256).map(|i| 1000 + i * 37 % 4000).collect();
         target.forward(&mut cache, &[NewTokens { slot: 0, tokens: &prompt }], &[]).unwrap();
         let only: Option<usize> = std::env::args().nth(2).and_then(|text| text.parse().ok());
-        for rows in [1usize, 2, 4, 6, 8, 12, 16, 32, 512].into_iter().filter(|rows| only.is_none_or(|only| only == *rows)) {
+        for rows in
+            [1usize, 2, 4, 6, 8, 12, 16, 32, 512].into_iter().filter(|rows| only.is_none_or(|only| only == *rows))
+        {
             let tokens = vec![77u32; rows];
             let mut times = Vec::new();
             let all: Vec<usize> = if rows == 512 { vec![511] } else { (0..rows).collect() };
@@ -40,7 +42,12 @@ fn measure() {
             }
             times.sort_by(f64::total_cmp);
             let median = times[times.len() / 2];
-            println!("{rows:4} rows {:7.2} ms  {:7.1} tok/s  {:5.1} GB/s of weights", median * 1e3, rows as f64 / median, bytes / median / 1e9);
+            println!(
+                "{rows:4} rows {:7.2} ms  {:7.1} tok/s  {:5.1} GB/s of weights",
+                median * 1e3,
+                rows as f64 / median,
+                bytes / median / 1e9
+            );
         }
     }
 }

@@ -233,7 +233,8 @@ impl Error {
                 "give a folder with config.json and *.safetensors, or a .gguf file; convert *.bin weights to safetensors first"
             }
             Self::AmbiguousLayout { .. } => {
-                "add `sample_from_anchor` to its config.json: true when all `block_size` slots predict (anchor first), false when slot 0 is the known token (1+N)"
+                "add `sample_from_anchor` to its config.json: true when all `block_size` slots predict (anchor first), \
+                 false when slot 0 is the known token (1+N)"
             }
             Self::Corrupt { .. } | Self::Safetensors { .. } => "download or write the file again",
             Self::ShardIndex { .. } => "download all shards and the index from the same revision",
@@ -250,7 +251,9 @@ impl Error {
             }
             Self::NotFinite { .. } => "lower the learning rate, or resume from an earlier checkpoint",
             Self::Speculate(error) => return error.hint(),
-            Self::Batch(_) | Self::NoGradient { .. } | Self::Io(_) | Self::Json { .. } | Self::Tensor { .. } => return None,
+            Self::Batch(_) | Self::NoGradient { .. } | Self::Io(_) | Self::Json { .. } | Self::Tensor { .. } => {
+                return None;
+            }
         };
         Some(hint.into())
     }

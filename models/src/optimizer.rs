@@ -79,7 +79,8 @@ impl Gradients {
 impl Optimizer {
     /// An optimiser with zero moments.
     pub fn new(config: AdamWConfig, parameters: &Parameters) -> Self {
-        let moments = parameters.iter().map(|(name, var)| (name.to_owned(), Moments::zeros(var.elem_count()))).collect();
+        let moments =
+            parameters.iter().map(|(name, var)| (name.to_owned(), Moments::zeros(var.elem_count()))).collect();
         Self { config, moments, step: 0 }
     }
 

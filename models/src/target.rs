@@ -104,8 +104,9 @@ impl Target {
     /// When a tensor is missing, misshapen or left over.
     pub fn load(config: TargetConfig, weights: &Weights, precision: Precision) -> Result<Self> {
         let TargetEnds { embed_tokens, lm_head, norm } = TargetEnds::load(&config, weights)?;
-        let layers =
-            (0..config.num_hidden_layers).map(|i| DecoderLayer::load(&config, weights, i, precision)).collect::<Result<_>>()?;
+        let layers = (0..config.num_hidden_layers)
+            .map(|i| DecoderLayer::load(&config, weights, i, precision))
+            .collect::<Result<_>>()?;
         let lm_head = Linear::frozen(&[&lm_head], None, precision)?;
         weights.finish()?;
         let rope = rope_frequencies(&config);
@@ -134,9 +135,8 @@ impl Target {
 
     /// Bytes of the packed weights that a decoding step reads.
     pub fn weight_bytes(&self) -> usize {
-        let layer = |l: &DecoderLayer| {
-            l.qkv_proj.bytes() + l.o_proj.bytes() + l.gate_up_proj.bytes() + l.down_proj.bytes()
-        };
+        let layer =
+            |l: &DecoderLayer| l.qkv_proj.bytes() + l.o_proj.bytes() + l.gate_up_proj.bytes() + l.down_proj.bytes();
         self.layers.iter().map(layer).sum::<usize>() + self.lm_head.bytes()
     }
 
@@ -260,11 +260,8 @@ impl DecoderLayer {
             Ok(Linear::frozen(&matrices.iter().collect::<Vec<_>>(), bias.as_ref(), precision)?)
         };
         let head_norm = |name: &str| config.qk_norm.then(|| get(name, &[head_dim])).transpose();
-        let attention_parts = [
-            ("self_attn.q_proj", q_width),
-            ("self_attn.k_proj", kv_width),
-            ("self_attn.v_proj", kv_width),
-        ];
+        let attention_parts =
+            [("self_attn.q_proj", q_width), ("self_attn.k_proj", kv_width), ("self_attn.v_proj", kv_width)];
         let mlp_parts = [("mlp.gate_proj", intermediate_size), ("mlp.up_proj", intermediate_size)];
         Ok(Self {
             input_layernorm: get("input_layernorm.weight", &[hidden_size])?,

@@ -98,7 +98,13 @@ fn golden_target_hidden_states_and_logits() {
     let mut first = 0;
     for (slot, &len) in lengths.iter().enumerate() {
         let from = slot * length * width;
-        close("padded hidden", &got[first * width..(first + len) * width], &expected[from..from + len * width], 1e-4, 1e-4);
+        close(
+            "padded hidden",
+            &got[first * width..(first + len) * width],
+            &expected[from..from + len * width],
+            1e-4,
+            1e-4,
+        );
         first += len;
     }
 }
@@ -169,8 +175,12 @@ impl Set {
     /// Rows of a padded `[batch, T, width]` tensor without the padding.
     fn ragged(&self, key: &str) -> Tensor {
         let padded = &self.data[key];
-        let rows: Vec<Tensor> =
-            self.lengths.iter().enumerate().map(|(i, &len)| padded.get(i).unwrap().narrow(0, 0, len).unwrap()).collect();
+        let rows: Vec<Tensor> = self
+            .lengths
+            .iter()
+            .enumerate()
+            .map(|(i, &len)| padded.get(i).unwrap().narrow(0, 0, len).unwrap())
+            .collect();
         Tensor::cat(&rows, 0).unwrap()
     }
 
@@ -191,6 +201,10 @@ impl Set {
     }
 
     fn loss(&self, weights: &LossWeights) -> (Tensor, Supervision, DSparkLoss) {
+        self.loss_with(weights, true)
+    }
+
+    fn loss_with(&self, weights: &LossWeights, with_acceptance: bool) -> (Tensor, Supervision, DSparkLoss) {
         let sequences = self.sequences();
         let hidden = self.drafter.train_hidden(&sequences, &self.ragged("in.target_hidden_states")).unwrap();
         let masks: Vec<&[u8]> = self.masks.iter().map(Vec::as_slice).collect();
@@ -199,8 +213,7 @@ impl Set {
             Supervision::new(&sequences, &masks, config.block_size, config.mask_token_id, weights.decay_gamma).unwrap();
         let target_hidden = self.ragged("in.target_last_hidden_states");
         let denominator = supervision.weight_sum;
-        let loss =
-            dspark_loss(&self.drafter, &self.head, weights, &supervision, &hidden, &target_hidden, denominator).unwrap();
+        let loss = dspark_loss(&self.drafter, &self.head, weights, &supervision, &hidden, &target_hidden, denominator, with_acceptance).unwrap();
         (hidden, supervision, loss)
     }
 
@@ -281,6 +294,16 @@ fn check_set(name: &str) {
         let (_, _, loss) = set.loss(&weights);
         println!("{name}: loss {}", loss.sums.loss);
         set.check_metrics(&weights, &loss, setting);
+        // Where no term needs the target's distributions, leaving them out changes nothing but the metrics.
+        if weights.tv == 0.0 && weights.confidence == 0.0 {
+            let (_, _, lean) = set.loss_with(&weights, false);
+            assert_eq!(lean.sums.loss, loss.sums.loss);
+            let (grads, lean_grads) = (loss.loss.backward().unwrap(), lean.loss.backward().unwrap());
+            for (parameter, var) in set.parameters.iter() {
+                let (full, lean) = (grads.get(var).unwrap(), lean_grads.get(var).unwrap());
+                close(parameter, &floats(lean), &floats(full), 1e-7, 1e-5);
+            }
+        }
     }
 }
 

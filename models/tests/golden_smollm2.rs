@@ -49,11 +49,8 @@ fn rows(t: &Tensor) -> Vec<Vec<f32>> {
 fn golden_smollm2_logits_and_hidden_rows() {
     let Some(target) = smollm2(Precision::F32) else { return };
     let io: HashMap<String, Tensor> = candle_core::safetensors::load(golden("io.safetensors"), &Device::Cpu).unwrap();
-    let layers: Vec<i32> = io
-        .keys()
-        .filter_map(|key| key.strip_prefix("0.layer"))
-        .map(|layer| layer.parse().unwrap())
-        .collect();
+    let layers: Vec<i32> =
+        io.keys().filter_map(|key| key.strip_prefix("0.layer")).map(|layer| layer.parse().unwrap()).collect();
     assert!(!layers.is_empty());
     let width = target.config().hidden_size;
     for (i, case) in cases().iter().enumerate() {

@@ -6,6 +6,7 @@ use candle_core::{DType, Device};
 use deepspec_models::checkpoint;
 use deepspec_models::config::{DraftConfig, MarkovHeadType, TargetConfig};
 use deepspec_models::draft::{DSpark, ParameterSource};
+use deepspec_models::linear::Linear;
 
 use crate::error::{Error, Result};
 use crate::recipe::{Algorithm, MarkovHead, Precision, Recipe};
@@ -66,12 +67,12 @@ pub fn load_drafter(folder: &Path, target: &TargetConfig, precision: Precision) 
         }
     }
     let table = [config.body.vocab_size, config.body.hidden_size];
+    let packing = packing(precision);
     let embed_tokens = weights.get("embed_tokens.weight", &table)?;
-    // A copy of the target's head, which is used in its place.
-    weights.skip("lm_head.weight");
-    let drafter = DSpark::new(config, embed_tokens, ParameterSource::Frozen(&weights, packing(precision)))?;
+    let lm_head = Linear::frozen(&[&weights.get("lm_head.weight", &table)?], None, packing)?;
+    let drafter = DSpark::new(config, embed_tokens, ParameterSource::Frozen(&weights, packing))?;
     weights.finish()?;
-    Ok(drafter)
+    Ok(drafter.with_lm_head(lm_head))
 }
 
 /// One line that says what a drafter is.

@@ -159,6 +159,8 @@ pub struct DraftRecipe {
     /// Whether each query and key head is normalised. Engines expect it; without it a drafter can start exactly from
     /// the layers of a target that has none.
     pub qk_norm: bool,
+    /// How the drafter's weights are held in memory while it drafts; the output does not depend on it, acceptance hardly.
+    pub precision: Precision,
     /// Number of last context tokens that the drafter attends to. Optional: all.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub sliding_window: Option<usize>,

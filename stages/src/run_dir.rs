@@ -37,6 +37,7 @@ const LOCK: &str = "run.lock";
 const FREE: &[&str] = &[
     "data.max_bad_ratio",
     "prepare.batch_size",
+    "draft.precision",
     "train.checkpoint_every",
     "train.keep_checkpoints",
     "train.log_every",

@@ -3,8 +3,8 @@
 use std::path::PathBuf;
 
 use candle_core::{DType, Device};
-use deepspec_models::linear::Precision as Packing;
 use deepspec_models::config::TargetConfig;
+use deepspec_models::linear::Precision as Packing;
 use deepspec_models::target::Target;
 use deepspec_models::weights::Weights;
 

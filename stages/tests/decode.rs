@@ -5,9 +5,9 @@
 use std::path::PathBuf;
 
 use candle_core::{DType, Device};
-use deepspec_models::linear::Precision;
 use deepspec_models::config::{DraftConfig, TargetConfig};
 use deepspec_models::draft::{DSpark, ParameterSource};
+use deepspec_models::linear::Precision;
 use deepspec_models::speculate::{DSparkProposer, NgramProposer, NoProposer, Proposer, SamplingParams};
 use deepspec_models::target::Target;
 use deepspec_models::weights::Weights;
@@ -131,14 +131,19 @@ fn speculation_and_batching_change_no_token() {
                 }
                 all
             };
-            let outputs = |finished: Vec<Finished>| -> Vec<Vec<u32>> { finished.into_iter().map(|f| f.output).collect() };
+            let outputs =
+                |finished: Vec<Finished>| -> Vec<Vec<u32>> { finished.into_iter().map(|f| f.output).collect() };
             let plain = outputs(run(&target, Box::new(NoProposer), 1, requests()));
             assert_eq!(plain, outputs(run(&target, Box::new(NoProposer), 5, requests())), "batched plain decoding");
             let dspark = |slots| -> Box<dyn Proposer> {
                 Box::new(DSparkProposer::new(&drafter, target.lm_head(), slots, 160).unwrap())
             };
             let alone = outputs(run(&target, dspark(1), 1, requests()));
-            assert_eq!(alone, outputs(run(&target, dspark(5), 5, requests())), "batched speculation at T = {temperature}");
+            assert_eq!(
+                alone,
+                outputs(run(&target, dspark(5), 5, requests())),
+                "batched speculation at T = {temperature}"
+            );
             if temperature == 0.0 {
                 assert_eq!(plain, alone, "speculation at T = 0 in {precision:?}");
                 let ngram = outputs(run(&target, Box::new(NgramProposer::new(4, 6)), 3, requests()));

@@ -13,8 +13,8 @@ use deepspec_datasets::conversation::{Message, Role};
 use deepspec_datasets::renderer::Renderer;
 use deepspec_datasets::target_cache::{Reader, check};
 use deepspec_datasets::tokenizer::{GgufVocabulary, Tokenizer};
-use deepspec_models::linear::Precision;
 use deepspec_models::config::TargetConfig;
+use deepspec_models::linear::Precision;
 use deepspec_models::target::{NewTokens, Target};
 use deepspec_models::weights::Weights;
 use deepspec_stages::prepare::{self, Answer, End, Finish, PrepareOutcome};
@@ -65,7 +65,7 @@ fn renderer() -> Renderer {
 }
 
 const ROWS: &str = r#"{"prompt": "Hi", "id": "first", "domain": "chat"}
-{"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "One?"}, {"role": "assistant", "content": "Yes."}, {"role": "user", "content": "Two?"}, {"role": "assistant", "content": "No."}]}
+{"messages":[{"role":"system","content":"Be brief."},{"role":"user","content":"One?"},{"role":"assistant","content":"Yes."},{"role":"user","content":"Two?"},{"role":"assistant","content":"No."}]}
 {"messages": []}
 
 {"turns": ["a", "b", "c"]}
@@ -351,7 +351,7 @@ fn batch_size_changes_nothing() {
 
 #[test]
 fn answers_in_the_data_are_used_as_they_are() {
-    let rows = r#"{"messages": [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}, {"role": "user", "content": "R"}, {"role": "assistant", "content": "B"}]}
+    let rows = r#"{"messages":[{"role":"user","content":"Q"},{"role":"assistant","content":"A"},{"role":"user","content":"R"},{"role":"assistant","content":"B"}]}
 {"prompt": "no answer"}
 {"prompt": "Q", "completion": "0123456789012345678901234567890123456789012345678901234567890123456789012345678901234567890123456789"}
 {"prompt": "0123456789012345678901234567890123456789012345678901234567890123456789012345678901234567890123456789", "completion": "lost"}

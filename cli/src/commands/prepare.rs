@@ -32,8 +32,7 @@ pub(super) fn run(arguments: &PrepareArguments, printer: &Printer, context: Cont
     }
     let run = setup.run_dir(context)?;
     let model = setup.target(context)?;
-    let outcome =
-        prepare::run(&setup.recipe, &run, &model.target, &model.text.renderer, &model.fingerprint, context)?;
+    let outcome = prepare::run(&setup.recipe, &run, &model.target, &model.text.renderer, &model.fingerprint, context)?;
     print(&outcome.summary(), printer)?;
     let samples = Reader::open(&run.cache())?.len();
     let (cache, model) = (run.cache(), model.path);

@@ -1,11 +1,11 @@
 //! Summaries as aligned text for the terminal.
 
-use comfy_table::{CellAlignment, ContentArrangement, Table as Grid, presets};
+use comfy_table::{CellAlignment, ContentArrangement, Table as Grid, TableStyle, presets};
 use deepspec_stages::eval::{EvalOutcome, Table};
 
 /// Two columns: what, and how much.
 pub(super) fn pairs(rows: &[(String, String)]) -> String {
-    let mut grid = grid();
+    let mut grid = grid(presets::NOTHING);
     for (what, value) in rows {
         grid.add_row([what, value]);
     }
@@ -20,7 +20,7 @@ pub(super) fn evaluation(outcome: &EvalOutcome) -> String {
 }
 
 fn table(table: &Table) -> String {
-    let mut grid = grid();
+    let mut grid = grid(presets::ASCII_MARKDOWN);
     grid.set_header(&table.header);
     for row in &table.rows {
         grid.add_row(row);
@@ -31,8 +31,8 @@ fn table(table: &Table) -> String {
     format!("{}\n{grid}", table.title)
 }
 
-fn grid() -> Grid {
+fn grid(style: TableStyle) -> Grid {
     let mut grid = Grid::new();
-    grid.load_style(presets::UTF8_HORIZONTAL_ONLY).set_content_arrangement(ContentArrangement::Disabled);
+    grid.load_style(style).set_content_arrangement(ContentArrangement::Disabled);
     grid
 }

@@ -269,7 +269,9 @@ impl CustomOp3 for BlockAttentionBackward {
     ) -> Result<(CpuStorage, Shape)> {
         let pattern = &self.pattern;
         let (grad_storage, grad_layout) = self.grad.storage_and_layout();
-        let candle_core::Storage::Cpu(grad_storage) = &*grad_storage else { bail!("expected a gradient in host memory") };
+        let candle_core::Storage::Cpu(grad_storage) = &*grad_storage else {
+            bail!("expected a gradient in host memory")
+        };
         let grad = Rows::new(self.name(), grad_storage, grad_layout)?;
         let q = Rows::new(self.name(), q, ql)?;
         let (k, v) = (Rows::new(self.name(), k, kl)?, Rows::new(self.name(), v, vl)?);

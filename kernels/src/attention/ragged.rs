@@ -125,7 +125,8 @@ impl InplaceOp2 for StoreKeys {
         let mut next = 0;
         for segment in self.segments.iter() {
             let Segment { slot, start, len } = *segment;
-            if start + len > capacity || !cl.is_contiguous() || (slot + 1) * width * capacity > cl.shape().elem_count() {
+            if start + len > capacity || !cl.is_contiguous() || (slot + 1) * width * capacity > cl.shape().elem_count()
+            {
                 bail!("store-keys: {segment:?} of width {width} does not fit a cache of {:?}", cl.dims());
             }
             let first = cl.start_offset() + slot * width * capacity + start;
@@ -199,7 +200,8 @@ impl CustomOp3 for RaggedAttention {
         let mut places = Vec::with_capacity(rows);
         let mut work = 0;
         for segment in self.segments.iter() {
-            if segment.start + segment.len > self.capacity || (segment.slot + 1) * self.capacity > v.count
+            if segment.start + segment.len > self.capacity
+                || (segment.slot + 1) * self.capacity > v.count
                 || (segment.slot + 1) * v.cols > k.count
             {
                 bail!("segment {segment:?} lies outside caches of {} rows, capacity {}", v.count, self.capacity);

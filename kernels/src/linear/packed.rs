@@ -226,8 +226,8 @@ mod x86 {
     //! Register tiles for AVX-512 (rows × 32) and AVX2 (rows × 16, twice a panel).
 
     use std::arch::x86_64::{
-        _MM_HINT_T0, _mm_loadu_si128, _mm_prefetch, _mm256_castsi256_ps, _mm256_cvtepu16_epi32, _mm256_fmadd_ps, _mm256_loadu_ps,
-        _mm256_loadu_si256, _mm256_set1_ps, _mm256_setzero_ps, _mm256_slli_epi32, _mm256_storeu_ps,
+        _MM_HINT_T0, _mm_loadu_si128, _mm_prefetch, _mm256_castsi256_ps, _mm256_cvtepu16_epi32, _mm256_fmadd_ps,
+        _mm256_loadu_ps, _mm256_loadu_si256, _mm256_set1_ps, _mm256_setzero_ps, _mm256_slli_epi32, _mm256_storeu_ps,
         _mm512_castsi512_ps, _mm512_cvtepu16_epi32, _mm512_fmadd_ps, _mm512_loadu_ps, _mm512_set1_ps,
         _mm512_setzero_ps, _mm512_slli_epi32, _mm512_storeu_ps,
     };
@@ -237,7 +237,7 @@ mod x86 {
     use super::{PANEL, Tile};
 
     /// Steps of k that weights are fetched ahead.
-    const AHEAD: usize = 24;
+    const AHEAD: usize = 32;
 
     /// Defines `$name(panel, a, tile)` for panels of `$weight`: `$kernel::<R>` on tiles of R = 1 … `$most` rows.
     macro_rules! tiles {

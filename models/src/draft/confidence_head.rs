@@ -19,7 +19,10 @@ impl ConfidenceHead {
     /// # Errors
     /// When a tensor is missing or misshapen.
     pub fn new(hidden: usize, markov_rank: usize, source: ParameterSource<'_>) -> Result<Self> {
-        Ok(Self { proj: source.linear("confidence_head.proj", 1, hidden + markov_rank, true)?, with_markov: markov_rank > 0 })
+        Ok(Self {
+            proj: source.linear("confidence_head.proj", 1, hidden + markov_rank, true)?,
+            with_markov: markov_rank > 0,
+        })
     }
 
     /// Confidence logits.

@@ -31,6 +31,8 @@ pub struct DSpark {
     pub(crate) markov_head: Option<MarkovHead>,
     pub(crate) confidence_head: Option<ConfidenceHead>,
     pub(crate) rope: RopeFrequencies,
+    /// The output head that drafting uses, in the drafter's own precision; `None` in training, where the loss has its own.
+    pub(crate) lm_head: Option<Linear>,
 }
 
 /// One sequence of a training batch.
@@ -78,9 +80,16 @@ impl DSpark {
                 .then(|| ConfidenceHead::new(hidden, markov_features, source))
                 .transpose()?,
             rope: rope_frequencies(&config.body),
+            lm_head: None,
             embed_tokens,
             config,
         })
+    }
+
+    /// The drafter with an output head of its own, for drafting.
+    pub fn with_lm_head(mut self, lm_head: Linear) -> Self {
+        self.lm_head = Some(lm_head);
+        self
     }
 
     /// The drafter's configuration.
@@ -143,7 +152,11 @@ impl DSpark {
                 let oldest = self.config.sliding_window.map_or(0, |window| visible.saturating_sub(window));
                 block_positions.extend(position..position + size);
                 anchor_tokens.push(anchor.and_then(|anchor| sequence.tokens.get(anchor).copied()));
-                blocks.push(BlockSpan { context: first + oldest..first + visible, rows, sees_itself: anchor.is_some() });
+                blocks.push(BlockSpan {
+                    context: first + oldest..first + visible,
+                    rows,
+                    sees_itself: anchor.is_some(),
+                });
             }
             spans.push((first..context_positions.len(), blocks));
         }

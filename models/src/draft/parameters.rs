@@ -109,7 +109,8 @@ impl ParameterSource<'_> {
         match self {
             Self::Frozen(weights, _) => weights.get(name, shape),
             Self::Trainable(parameters) => {
-                let missing = || Error::TensorMissing { path: "parameters".into(), tensor: name.into(), expected: shape.into() };
+                let missing =
+                    || Error::TensorMissing { path: "parameters".into(), tensor: name.into(), expected: shape.into() };
                 let var = parameters.get(name).ok_or_else(missing)?;
                 if var.dims() != shape {
                     return Err(Error::TensorShape {

@@ -175,7 +175,8 @@ pub struct DSparkLoss {
     pub sums: MetricSums,
 }
 
-/// Computes the loss of one micro-batch; `denominator` is Σ w over the whole global batch.
+/// Computes the loss of one micro-batch; `denominator` is Σ w over the whole global batch. The target's distributions are
+/// computed where a term needs them, or for the metrics when `with_acceptance`; without them the sums hold no acceptance.
 ///
 /// # Shapes
 /// hidden `[block rows, hidden]` (of [`DSpark::train_hidden`]), target_hidden `[context rows, hidden]`
@@ -190,7 +191,9 @@ pub fn dspark_loss(
     hidden: &Tensor,
     target_hidden: &Tensor,
     denominator: f64,
+    with_acceptance: bool,
 ) -> Result<DSparkLoss> {
+    let with_target = with_acceptance || weights.tv != 0.0 || weights.kl != 0.0 || weights.confidence != 0.0;
     let denominator = denominator + DENOMINATOR_EPS;
     let rows = hidden.dims()[0];
     if supervision.previous_of_row.len() != rows {
@@ -224,7 +227,7 @@ pub fn dspark_loss(
             })
             .collect(),
         kl_temperature: weights.kl_temperature as f32,
-        with_target: true,
+        with_target,
     };
     let vocabulary = op.forward(hidden, &m, &w2, target_hidden)?;
     let mut loss = vocabulary.loss.squeeze(0)?;
@@ -249,16 +252,24 @@ pub fn dspark_loss(
         confidence_terms = terms.detach().to_vec1::<f32>()?;
     }
     let mut sums = MetricSums::new(drafter.config().block_size, supervision);
+    if !with_target {
+        confidence_logits.clear();
+        confidence_terms.clear();
+    }
     sums.loss = f64::from(loss.detach().to_scalar::<f32>()?);
     for (i, slot) in supervision.slots.iter().enumerate() {
         let terms = vocabulary.terms[i];
         sums.ce += slot.weight * f64::from(terms.ce);
         sums.tv += slot.weight * f64::from(terms.tv);
         sums.kl += slot.weight * f64::from(terms.kl);
-        sums.accepted[slot.k] += f64::from(acceptance[i]);
-        sums.slots[slot.k] += 1.0;
+        if with_target {
+            sums.accepted[slot.k] += f64::from(acceptance[i]);
+            sums.slots[slot.k] += 1.0;
+        }
     }
-    sums.add_block_products(supervision, &acceptance, &confidence_logits);
+    if with_target {
+        sums.add_block_products(supervision, &acceptance, &confidence_logits);
+    }
     for (i, (slot, term)) in supervision.slots.iter().zip(&confidence_terms).enumerate() {
         let error = sigmoid(confidence_logits[i]) - f64::from(acceptance[i]);
         sums.confidence += slot.weight * f64::from(*term);
@@ -283,8 +294,12 @@ fn sigmoid(x: f32) -> f64 {
 pub struct MetricSums {
     /// The loss.
     pub loss: f64,
+    /// Supervised slots.
+    pub rows: f64,
     /// Σ w over slots.
     pub weight: f64,
+    /// Σ w over the slots whose acceptance was measured.
+    pub measured_weight: f64,
     /// Σ w·CE.
     pub ce: f64,
     /// Σ w·TV.
@@ -301,11 +316,11 @@ pub struct MetricSums {
     pub confidence_cumprod_bias: f64,
     /// Σ acceptance per slot index.
     pub accepted: Vec<f64>,
-    /// Slots per slot index.
+    /// Slots per slot index whose acceptance was measured.
     pub slots: Vec<f64>,
     /// Σ over blocks of 1 + Σ_k Π_{i≤k} a_i.
     pub tau: f64,
-    /// Blocks.
+    /// Blocks whose acceptance was measured.
     pub blocks: f64,
     anchors: [f64; 7],
 }
@@ -315,9 +330,9 @@ impl MetricSums {
         let a = supervision.anchor_stats;
         Self {
             weight: supervision.weight_sum,
+            rows: supervision.slots.len() as f64,
             accepted: vec![0.0; block_size],
             slots: vec![0.0; block_size],
-            blocks: supervision.blocks as f64,
             anchors: [
                 a.sequences,
                 a.candidates,
@@ -332,6 +347,8 @@ impl MetricSums {
     }
 
     fn add_block_products(&mut self, supervision: &Supervision, acceptance: &[f32], confidence_logits: &[f32]) {
+        self.blocks = supervision.blocks as f64;
+        self.measured_weight = supervision.weight_sum;
         self.tau += self.blocks;
         let (mut survival, mut predicted) = (1.0, 1.0);
         for (i, slot) in supervision.slots.iter().enumerate() {
@@ -350,7 +367,9 @@ impl MetricSums {
     /// Adds the sums of another micro-batch.
     pub fn add(&mut self, other: &Self) {
         self.loss += other.loss;
+        self.rows += other.rows;
         self.weight += other.weight;
+        self.measured_weight += other.measured_weight;
         self.ce += other.ce;
         self.tv += other.tv;
         self.kl += other.kl;
@@ -380,20 +399,22 @@ impl MetricSums {
     /// Named metrics for logs; `with_confidence` adds those of the confidence head.
     pub fn metrics(&self, weights: &LossWeights, with_confidence: bool) -> Vec<(String, f64)> {
         let den = self.weight + DENOMINATOR_EPS;
-        let [sequences, candidates, candidate_share, sampled, sampled_share, supervised, supervised_share] = self.anchors;
+        let measured = self.measured_weight + DENOMINATOR_EPS;
+        let [sequences, candidates, candidate_share, sampled, sampled_share, supervised, supervised_share] =
+            self.anchors;
         let per_sequence = |sum: f64| sum / sequences.max(1.0);
         let mut out = vec![("loss".into(), self.loss), ("ce_loss".into(), self.ce / den)];
         if weights.tv != 0.0 {
-            out.push(("l1_loss".into(), self.tv / den));
+            out.push(("l1_loss".into(), self.tv / measured));
         }
         if weights.kl != 0.0 {
-            out.push(("kl_loss".into(), self.kl / den));
+            out.push(("kl_loss".into(), self.kl / measured));
         }
         if with_confidence {
-            out.push(("confidence_loss".into(), self.confidence / den));
-            out.push(("confidence_abs_error".into(), self.confidence_abs_error / den));
-            out.push(("confidence_bias".into(), self.confidence_bias / den));
-            out.push(("confidence_cumprod_bias".into(), self.confidence_cumprod_bias / den));
+            out.push(("confidence_loss".into(), self.confidence / measured));
+            out.push(("confidence_abs_error".into(), self.confidence_abs_error / measured));
+            out.push(("confidence_bias".into(), self.confidence_bias / measured));
+            out.push(("confidence_cumprod_bias".into(), self.confidence_cumprod_bias / measured));
         }
         for (k, (accepted, slots)) in self.accepted.iter().zip(&self.slots).enumerate() {
             out.push((format!("accept_rate@{k}"), accepted / slots.max(1.0)));

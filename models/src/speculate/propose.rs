@@ -5,6 +5,7 @@
 //! verification needs.
 
 use candle_core::Tensor;
+use deepspec_kernels::linear::Linear;
 
 use super::{CounterRng, Distribution, SamplingParams, Stream};
 use crate::draft::DSpark;
@@ -139,21 +140,18 @@ impl Proposer for NgramProposer {
 #[derive(Debug)]
 pub struct DSparkProposer<'a> {
     drafter: &'a DSpark,
-    lm_head: &'a deepspec_kernels::linear::Linear,
+    lm_head: &'a Linear,
     cache: KvCache,
 }
 
 impl<'a> DSparkProposer<'a> {
-    /// A proposer for `slots` sequences of at most `capacity` committed tokens; `lm_head` is the target's.
+    /// A proposer for `slots` sequences of at most `capacity` committed tokens. A drafter without an output head of its
+    /// own uses `target_head`.
     ///
     /// # Errors
     /// When the memory cannot be had.
-    pub fn new(
-        drafter: &'a DSpark,
-        lm_head: &'a deepspec_kernels::linear::Linear,
-        slots: usize,
-        capacity: usize,
-    ) -> Result<Self> {
+    pub fn new(drafter: &'a DSpark, target_head: &'a Linear, slots: usize, capacity: usize) -> Result<Self> {
+        let lm_head = drafter.lm_head.as_ref().unwrap_or(target_head);
         let cache = drafter.new_context(slots, capacity + drafter.config().block_size)?;
         Ok(Self { drafter, lm_head, cache })
     }
@@ -187,7 +185,10 @@ impl Proposer for DSparkProposer<'_> {
             };
             let known = self.cache.len(request.slot);
             if known + 1 != request.tokens.len() {
-                return Err(Error::Batch(format!("{known} context rows before an anchor at {}", request.tokens.len() - 1)));
+                return Err(Error::Batch(format!(
+                    "{known} context rows before an anchor at {}",
+                    request.tokens.len() - 1
+                )));
             }
             anchors.push((request.slot, anchor));
             previous.push(anchor);

@@ -187,7 +187,11 @@ impl<'a> Engine<'a> {
             if request.max_new_tokens == 0 {
                 let Some(request) = self.waiting.pop_front() else { break };
                 let sequence = Sequence::new(request, 0);
-                updates.push(Update { id: sequence.request.id, tokens: Vec::new(), finished: Some(sequence.finish(FinishReason::Length)) });
+                updates.push(Update {
+                    id: sequence.request.id,
+                    tokens: Vec::new(),
+                    finished: Some(sequence.finish(FinishReason::Length)),
+                });
                 continue;
             }
             let Some(slot) = self.free.pop() else { break };

@@ -360,7 +360,7 @@ mod tests {
     #[expect(clippy::disallowed_methods, reason = "a test may be pointed at another set of golden files")]
     fn golden() -> Golden {
         let folder = std::env::var_os("DEEPSPEC_GOLDEN")
-            .map_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden"), PathBuf::from);
+            .map_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("../models/tests/golden"), PathBuf::from);
         serde_json::from_slice(&fs_err::read(folder.join("confidence_metrics.json")).unwrap()).unwrap()
     }
 

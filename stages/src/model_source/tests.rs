@@ -293,11 +293,19 @@ fn ids(value: &Value) -> Vec<u32> {
     value.as_array().unwrap().iter().map(|id| u32::try_from(id.as_u64().unwrap()).unwrap()).collect()
 }
 
+/// A file of the golden folder, or of the one that `DEEPSPEC_GOLDEN` names.
+#[expect(clippy::disallowed_methods, reason = "a test may be pointed at another set of golden files")]
+fn golden_json<T: serde::de::DeserializeOwned>(name: &str) -> T {
+    let root = std::env::var_os("DEEPSPEC_GOLDEN")
+        .map_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("../models/tests/golden"), PathBuf::from);
+    serde_json::from_slice(&fs_err::read(root.join("smollm2").join(name)).unwrap()).unwrap()
+}
+
 #[test]
 fn golden_smollm2_tokens() {
     let Some(model) = smollm2() else { return };
     let side = load_text_side(&model).unwrap();
-    let cases: Vec<Value> = serde_json::from_str(include_str!("../../tests/golden/smollm2/tokens.json")).unwrap();
+    let cases: Vec<Value> = golden_json("tokens.json");
     assert!(cases.len() > 100);
     for case in cases {
         let text = case["text"].as_str().unwrap();
@@ -311,9 +319,9 @@ fn golden_smollm2_chats() {
     let side = load_text_side(&model).unwrap();
     assert_eq!(side.stop_ids(), [2, 0]);
     assert_eq!((side.bos, side.pad), (Some(1), Some(2)));
-    let golden: Value = serde_json::from_str(include_str!("../../tests/golden/smollm2/greedy.json")).unwrap();
+    let golden: Value = golden_json("greedy.json");
     let cases = golden["cases"].as_array().unwrap();
-    assert_eq!(cases.len(), 6);
+    assert!(!cases.is_empty());
     for case in cases {
         let chat = [Message::new(Role::User, case["user"].as_str().unwrap())];
         assert_eq!(side.template().render(&chat, None, true, Some(false)).unwrap(), case["text"].as_str().unwrap());

@@ -40,8 +40,11 @@ pub fn rows(cache: &Reader, model: &TargetModel, ctx: Context<'_>) -> Result<Big
     ctx.reporter.event(Event::Started { task: "bigram", total, done: 0, unit: "tokens" });
     for (i, chunk) in tokens.chunks(slots).enumerate() {
         ctx.check_interrupt("nothing was lost, training had not begun")?;
-        let batch: Vec<NewTokens<'_>> =
-            chunk.iter().enumerate().map(|(slot, token)| NewTokens { slot, tokens: std::slice::from_ref(token) }).collect();
+        let batch: Vec<NewTokens<'_>> = chunk
+            .iter()
+            .enumerate()
+            .map(|(slot, token)| NewTokens { slot, tokens: std::slice::from_ref(token) })
+            .collect();
         hidden.push(model.target.forward(&mut kv, &batch, &[])?.hidden);
         for slot in 0..chunk.len() {
             kv.truncate(slot, context.len());

@@ -2,8 +2,8 @@
 
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use deepspec_models::linear::{Linear, Precision};
 use deepspec_models::config::DraftConfig;
+use deepspec_models::linear::{Linear, Precision};
 use deepspec_models::loss::dspark::{LossWeights, MetricSums};
 use serde_json::{Map, Value, json};
 
@@ -92,8 +92,7 @@ impl TrainLog {
         if let Some((_, loss)) = metrics.first_mut() {
             *loss /= self.steps.max(1) as f64;
         }
-        let rows: f64 = sums.slots.iter().sum();
-        let mfu = rows * self.flops_per_token / seconds / self.peak_flops;
+        let mfu = sums.rows * self.flops_per_token / seconds / self.peak_flops;
         metrics.push(("lr".into(), lr));
         metrics.push(("grad_norm".into(), grad_norm));
         metrics.push(("tokens_per_s".into(), self.tokens as f64 / seconds));

@@ -16,8 +16,8 @@ use std::time::Instant;
 
 use candle_core::DType;
 use deepspec_datasets::target_cache::{Expected, Reader};
-use deepspec_models::linear::{Packed, Precision as Packing};
 use deepspec_models::draft::{DSpark, ParameterSource, Parameters, initialise};
+use deepspec_models::linear::{Packed, Precision as Packing};
 use deepspec_models::loss::dspark::{LossHead, MetricSums};
 use deepspec_models::optimizer::{AdamWConfig, Optimizer, Schedule};
 use deepspec_models::target::TargetEnds;
@@ -68,7 +68,10 @@ pub fn run(recipe: &Recipe, run: &RunDir, model: &TargetModel, ctx: Context<'_>)
     })?;
     let batches = Batches::new(&cache, &recipe.train)?;
     if batches.without_anchors > 0 {
-        ctx.warn(format!("{} samples have no two supervised tokens in a row and are not used", batches.without_anchors));
+        ctx.warn(format!(
+            "{} samples have no two supervised tokens in a row and are not used",
+            batches.without_anchors
+        ));
     }
     let ends = TargetEnds::load(model.target.config(), &model.weights()?)?;
     let head = loss_head(&ends)?;
@@ -109,9 +112,8 @@ pub fn run(recipe: &Recipe, run: &RunDir, model: &TargetModel, ctx: Context<'_>)
     let mut since_log = MetricSums::default();
     let started = Instant::now();
     ctx.reporter.event(Event::Started { task: "train", total: batches.steps, done: resumed_from, unit: "steps" });
-    let save = |step: u64, optimizer: &Optimizer| {
-        checkpoints.save(step, drafter.config(), &parameters, &ends, optimizer)
-    };
+    let save =
+        |step: u64, optimizer: &Optimizer| checkpoints.save(step, drafter.config(), &parameters, &ends, optimizer);
     for step in resumed_from..batches.steps {
         let begun = Instant::now();
         let lr = schedule.at(step);
@@ -120,11 +122,13 @@ pub fn run(recipe: &Recipe, run: &RunDir, model: &TargetModel, ctx: Context<'_>)
             problem: format!("no phase covers step {step} of {}", batches.steps),
         })?;
         let weights = step::loss_weights(phase, recipe.train.loss_decay_gamma);
-        let done = step::run(&drafter, &parameters, &head, &weights, &mut optimizer, &batches.at(step)?, lr)?;
+        let number = step + 1;
+        let is_logged = number % recipe.train.log_every == 0 || number == batches.steps;
+        let batch = batches.at(step)?;
+        let done = step::run(&drafter, &parameters, &head, &weights, &mut optimizer, &batch, lr, is_logged)?;
         log.count(done.tokens, begun.elapsed());
         since_log.add(&done.sums);
-        let number = step + 1;
-        if number % recipe.train.log_every == 0 || number == batches.steps {
+        if is_logged {
             let line = log.write(number, &since_log, &weights, lr, done.grad_norm)?;
             ctx.reporter.event(Event::Line(&line));
             since_log = MetricSums::default();
@@ -184,7 +188,10 @@ fn initial_parameters(
         let (w1, w2) = initialise::bigram_factors(&rows, &lm_head, config.markov_rank)?;
         parameters.insert("markov_head.markov_w1.weight", &w1)?;
         parameters.insert("markov_head.markov_w2.weight", &w2)?;
-        ctx.note(format!("the Markov head starts as the target's bigram over {} tokens of the data", rows.tokens.len()));
+        ctx.note(format!(
+            "the Markov head starts as the target's bigram over {} tokens of the data",
+            rows.tokens.len()
+        ));
     }
     Ok(parameters)
 }

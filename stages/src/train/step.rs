@@ -31,7 +31,7 @@ pub fn loss_weights(phase: &Phase, decay_gamma: f64) -> LossWeights {
     }
 }
 
-/// Runs one step.
+/// Runs one step; `with_acceptance` measures acceptance even where no loss term needs the target's distributions.
 ///
 /// # Errors
 /// When a gradient is missing or not finite.
@@ -43,6 +43,7 @@ pub fn run(
     optimizer: &mut Optimizer,
     batch: &[MicroBatch<'_>],
     lr: f64,
+    with_acceptance: bool,
 ) -> Result<StepDone> {
     let config = drafter.config();
     let supervised = |micro: &MicroBatch<'_>| {
@@ -56,7 +57,9 @@ pub fn run(
     let mut sums = MetricSums::default();
     for (micro, supervision) in batch.iter().zip(&supervision) {
         let hidden = drafter.train_hidden(&micro.sequences, &micro.features)?;
-        let loss = dspark_loss(drafter, head, weights, supervision, &hidden, &micro.target_hidden, denominator)?;
+        let target = &micro.target_hidden;
+        let loss =
+            dspark_loss(drafter, head, weights, supervision, &hidden, target, denominator, with_acceptance)?;
         gradients.add(parameters, &loss.loss.backward()?)?;
         sums.add(&loss.sums);
     }
