@@ -1,6 +1,7 @@
 //! `kill -9` in the middle of `prepare` and of `train`: what the resumed run leaves equals what an uninterrupted one does.
 //!
 //! The target is the tiny golden one with a byte-level tokenizer made here, so the whole program runs in seconds.
+#![expect(clippy::unwrap_used, reason = "helpers of tests fail as tests do")]
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};

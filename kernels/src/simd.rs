@@ -165,7 +165,6 @@ fn fold(partial: [f32; LANES]) -> f32 {
 /// y ← Σ_j weights[j] · row(j) for the columns `0..y.len()`, keys added in order, a stretch of columns at a time so that
 /// the sums stay in registers.
 #[inline(always)]
-#[expect(clippy::inline_always, reason = "called inside multiversioned loops")]
 pub(crate) fn weighted_sum<'a>(weights: &[f32], row: impl Fn(usize) -> &'a [f32], y: &mut [f32]) {
     const STRETCH: usize = 64;
     let mut first = 0;
@@ -194,7 +193,6 @@ pub(crate) fn weighted_sum<'a>(weights: &[f32], row: impl Fn(usize) -> &'a [f32]
 ///
 /// Range reduction to 2^n · e^r with |r| ≤ ½ ln 2 and a degree-6 polynomial; no branch, so loops over it vectorise.
 #[inline(always)]
-#[expect(clippy::inline_always, reason = "called inside multiversioned loops")]
 pub(crate) fn exp(x: f32) -> f32 {
     const ROUND: f32 = 12_582_912.0; // 1.5 · 2^23: adding it rounds to an integer held in the low mantissa bits
     let clamped = if x < -87.3 { -87.3 } else { x };

@@ -156,7 +156,7 @@ impl Target {
     /// [`Error::CacheFull`] when a slot cannot take its tokens, [`Error::TokenRange`] for a token outside the
     /// vocabulary, [`Error::LayerRange`] for a captured layer that does not exist or is the last one.
     pub fn forward(&self, cache: &mut KvCache, batch: &[NewTokens<'_>], capture: &[i32]) -> Result<TargetRows> {
-        let segments = self.segments(cache, batch)?;
+        let segments = segments(cache, batch)?;
         let tokens: Vec<u32> = batch.iter().flat_map(|new| new.tokens.iter().copied()).collect();
         let positions: Vec<usize> = segments.iter().flat_map(|s| s.start..s.start + s.len).collect();
         let angles = self.rope.at(&positions);
@@ -178,7 +178,7 @@ impl Target {
                 *slot = Some(x.clone());
             }
         };
-        let mut x = self.embed(&tokens)?;
+        let mut x = embed(&self.embed_tokens, &tokens)?;
         keep(-1, &x);
         for (i, layer) in self.layers.iter().enumerate() {
             x = layer.forward(&x, &angles, &attention, &cache.keys[i], &cache.values[i], self.config.rms_norm_eps)?;
@@ -205,19 +205,16 @@ impl Target {
         let chosen = if all { hidden.clone() } else { select_rows(hidden, rows)? };
         Ok(self.lm_head.forward(&chosen)?)
     }
+}
 
-    fn embed(&self, tokens: &[u32]) -> Result<Tensor> {
-        embed(&self.embed_tokens, tokens)
+/// Where the new tokens of each sequence go in the cache.
+fn segments(cache: &KvCache, batch: &[NewTokens<'_>]) -> Result<Vec<Segment>> {
+    let mut segments = Vec::with_capacity(batch.len());
+    for new in batch {
+        cache.room(new.slot, new.tokens.len())?;
+        segments.push(Segment { slot: new.slot, start: cache.len(new.slot), len: new.tokens.len() });
     }
-
-    fn segments(&self, cache: &KvCache, batch: &[NewTokens<'_>]) -> Result<Vec<Segment>> {
-        let mut segments = Vec::with_capacity(batch.len());
-        for new in batch {
-            cache.room(new.slot, new.tokens.len())?;
-            segments.push(Segment { slot: new.slot, start: cache.len(new.slot), len: new.tokens.len() });
-        }
-        Ok(segments)
-    }
+    Ok(segments)
 }
 
 /// Rows of an embedding table.

@@ -1,7 +1,11 @@
 //! SmolLM2-135M-Instruct from its GGUF against an independent engine: logits, hidden rows, greedy continuations.
 //!
 //! The model is found through `DEEPSPEC_SMOLLM2_GGUF`; without it the tests say so and pass.
-#![expect(clippy::disallowed_methods, reason = "tests read the environment to find the model")]
+#![expect(
+    clippy::disallowed_methods,
+    clippy::unwrap_used,
+    reason = "tests read the environment to find the model and fail as tests do"
+)]
 
 use std::collections::HashMap;
 use std::path::PathBuf;

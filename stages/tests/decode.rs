@@ -1,6 +1,10 @@
 //! The engine against the decode traces of the Python reference, and its promises: speculation changes no token, a
 //! sequence does not depend on its batch.
-#![expect(clippy::disallowed_methods, reason = "tests read the environment to find golden data")]
+#![expect(
+    clippy::disallowed_methods,
+    clippy::unwrap_used,
+    reason = "tests read the environment to find golden data and fail as tests do"
+)]
 
 use std::path::PathBuf;
 

@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 use candle_core::Tensor;
 use deepspec_kernels::linear::Packed;
-use deepspec_kernels::vocab_loss::{LossRow, VocabLoss};
+use deepspec_kernels::vocab_loss::{LossRow, RowTerms, VocabLoss};
 
 use crate::draft::DSpark;
 use crate::draft::dspark::TrainSequence;
@@ -201,12 +201,12 @@ pub fn dspark_loss(
     }
     let device = hidden.device();
     let latent = drafter.markov_head().map(|markov| markov.latent(&supervision.previous_of_row)).transpose()?;
-    let (m, w2) = match (&latent, drafter.markov_head().and_then(|markov| markov.w2())) {
-        (Some(latent), Some(w2)) => (latent.clone(), w2.clone()),
-        _ => {
-            let vocab = head.weight.dims()[0];
-            (Tensor::zeros((rows, 0), hidden.dtype(), device)?, Tensor::zeros((vocab, 0), hidden.dtype(), device)?)
-        }
+    let w2 = drafter.markov_head().and_then(|markov| markov.w2());
+    let (m, w2) = if let (Some(latent), Some(w2)) = (&latent, w2) {
+        (latent.clone(), w2.clone())
+    } else {
+        let vocab = head.weight.dims()[0];
+        (Tensor::zeros((rows, 0), hidden.dtype(), device)?, Tensor::zeros((vocab, 0), hidden.dtype(), device)?)
     };
     let op = VocabLoss {
         lm_head: head.packed.clone(),
@@ -231,7 +231,7 @@ pub fn dspark_loss(
     };
     let vocabulary = op.forward(hidden, &m, &w2, target_hidden)?;
     let mut loss = vocabulary.loss.squeeze(0)?;
-    let acceptance: Vec<f32> = vocabulary.terms.iter().map(|t| t.acceptance()).collect();
+    let acceptance: Vec<f32> = vocabulary.terms.iter().map(RowTerms::acceptance).collect();
     let mut confidence_logits = Vec::new();
     let mut confidence_terms = Vec::new();
     if let Some(confidence_head) = drafter.confidence_head()

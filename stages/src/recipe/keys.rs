@@ -36,6 +36,7 @@ pub(super) const KEYS: &[&str] = &[
     "draft.markov_head",
     "draft.confidence_head",
     "draft.confidence_head_with_markov",
+    "draft.precision",
     "draft.qk_norm",
     "draft.sliding_window",
     "init.layers",

@@ -83,9 +83,9 @@ fn unknown_sections_and_keys_of_phases_are_named() {
 
 #[test]
 fn missing_and_mistyped_keys_are_named() {
-    let error = quickstart_with("block_size = 5", "").parse::<Recipe>().unwrap_err().to_string();
+    let error = quickstart_with("block_size = 3", "").parse::<Recipe>().unwrap_err().to_string();
     assert!(error.contains("missing field `block_size`"), "{error}");
-    let error = quickstart_with("block_size = 5", "block_size = \"five\"").parse::<Recipe>().unwrap_err().to_string();
+    let error = quickstart_with("block_size = 3", "block_size = \"five\"").parse::<Recipe>().unwrap_err().to_string();
     assert!(
         error.contains("block_size = \"five\"\n") && error.contains("^^^^^^") && error.contains("expected usize"),
         "{error}"
@@ -240,7 +240,7 @@ fn a_name_that_is_neither_file_nor_built_in_gets_the_nearest_one() {
 fn recipes_open_by_path() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("mine.toml");
-    fs_err::write(&path, quickstart_with("block_size = 5", "block_size = 6")).unwrap();
+    fs_err::write(&path, quickstart_with("block_size = 3", "block_size = 6")).unwrap();
     assert_eq!(Recipe::open(path.to_str().unwrap(), &[]).unwrap().draft.block_size, 6);
 }
 

@@ -58,8 +58,7 @@ pub fn run(
     for (micro, supervision) in batch.iter().zip(&supervision) {
         let hidden = drafter.train_hidden(&micro.sequences, &micro.features)?;
         let target = &micro.target_hidden;
-        let loss =
-            dspark_loss(drafter, head, weights, supervision, &hidden, target, denominator, with_acceptance)?;
+        let loss = dspark_loss(drafter, head, weights, supervision, &hidden, target, denominator, with_acceptance)?;
         gradients.add(parameters, &loss.loss.backward()?)?;
         sums.add(&loss.sums);
     }
