@@ -172,14 +172,11 @@ fn killed_prepare_and_train_end_as_if_nothing_had_happened() {
     let root = root.path();
     let model = model_folder(root);
     let prompts = root.join("prompts.jsonl");
-    let rows: String = (0..18)
-        .map(|i| {
-            format!(
-                "{}\n",
-                json!({ "id": i, "messages": [{ "role": "user", "content": format!("word {i} {}", i * 7) }] })
-            )
-        })
-        .collect();
+    let mut rows = String::new();
+    for i in 0..18 {
+        let messages = json!([{ "role": "user", "content": format!("word {i} {}", i * 7) }]);
+        rows.push_str(&format!("{}\n", json!({ "id": i, "messages": messages })));
+    }
     fs_err::write(&prompts, rows + "{\"broken\n").unwrap();
 
     let whole = root.join("whole");

@@ -3,6 +3,7 @@
 //! The model is found through `DEEPSPEC_SMOLLM2_GGUF`; without it the tests say so and pass.
 #![expect(
     clippy::disallowed_methods,
+    clippy::print_stdout,
     clippy::unwrap_used,
     reason = "tests read the environment to find the model and fail as tests do"
 )]
