@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Map, Value, json};
 
-/// Moments at which each stage is killed.
-const KILLS: u32 = 5;
+/// Longest wait for a stage to get somewhere.
+const PATIENCE: Duration = Duration::from_secs(120);
 
 /// The character that stands for a byte in byte-level BPE vocabularies.
 fn byte_character(byte: u8) -> char {
@@ -61,23 +61,23 @@ fn model_folder(root: &Path) -> PathBuf {
 /// A stage of the program on the tiny model.
 fn stage(name: &str, model: &Path, prompts: &Path, run: &Path) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_deepspec"));
-    command.arg(name).args(["--quiet", "--recipe", "quickstart", "--run"]).arg(run);
+    command.arg(name).args(["--recipe", "quickstart", "--run"]).arg(run);
     let settings = [
         format!("target.model={}", model.display()),
         format!("data.prompts={}", prompts.display()),
         "prepare.max_new_tokens=40".into(),
         "prepare.max_length=128".into(),
         "prepare.batch_size=3".into(),
-        "prepare.samples_per_shard=4".into(),
+        "prepare.samples_per_shard=2".into(),
         "draft.target_layer_ids=[0,2,4]".into(),
         "draft.mask_token_id=6".into(),
         "draft.markov_rank=8".into(),
-        "train.steps=40".into(),
+        "train.steps=63".into(),
         "train.batch_size=4".into(),
         "train.micro_batch_size=2".into(),
         "train.num_anchors=8".into(),
-        "train.checkpoint_every=6".into(),
-        "train.log_every=3".into(),
+        "train.checkpoint_every=7".into(),
+        "train.log_every=5".into(),
     ];
     for setting in settings {
         command.arg("--set").arg(setting);
@@ -86,23 +86,28 @@ fn stage(name: &str, model: &Path, prompts: &Path, run: &Path) -> Command {
     command
 }
 
-/// Runs to the end and returns the time it took.
-fn complete(mut command: Command) -> Duration {
-    let begun = Instant::now();
+/// Runs to the end and returns what it said.
+fn complete(mut command: Command) -> String {
     let output = command.stderr(Stdio::piped()).output().unwrap();
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    begun.elapsed()
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(output.status.success(), "{said}");
+    said
 }
 
-/// Kills the stage after a fraction of its usual time, then lets it finish. Returns whether it was still running.
-fn kill_and_resume(fraction: f64, usual: Duration, command: impl Fn() -> Command) -> bool {
+/// Starts the stage, kills it some moments after `reached` holds, and lets it finish. Returns what the second run said.
+fn kill_and_resume(what: &str, moment: Duration, reached: impl Fn() -> bool, command: impl Fn() -> Command) -> String {
     let mut child = command().stderr(Stdio::null()).spawn().unwrap();
-    std::thread::sleep(usual.mul_f64(fraction));
-    let running = child.try_wait().unwrap().is_none();
+    let begun = Instant::now();
+    while !reached() {
+        assert!(child.try_wait().unwrap().is_none(), "{what}: it ended before it could be killed");
+        assert!(begun.elapsed() < PATIENCE, "{what}: it never got there");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    std::thread::sleep(moment);
+    assert!(child.try_wait().unwrap().is_none(), "{what}: it ended before it was killed");
     child.kill().unwrap();
     child.wait().unwrap();
-    complete(command());
-    running
+    complete(command())
 }
 
 /// Files below a folder by relative path, but for locks and the provenance with its time.
@@ -179,27 +184,33 @@ fn killed_prepare_and_train_end_as_if_nothing_had_happened() {
     }
     fs_err::write(&prompts, rows + "{\"broken\n").unwrap();
 
+    // Answers in the journal, and whether a shard of the cache is there.
     let whole = root.join("whole");
-    let usual = complete(stage("prepare", &model, &prompts, &whole));
-    let mut met = 0;
-    for i in 0..KILLS {
+    complete(stage("prepare", &model, &prompts, &whole));
+    for (i, (answers, shard)) in [(1, false), (5, false), (11, false), (18, false), (18, true)].into_iter().enumerate()
+    {
         let run = root.join(format!("prepare-{i}"));
-        let fraction = (f64::from(i) + 0.6) / f64::from(KILLS);
-        met += u32::from(kill_and_resume(fraction, usual, || stage("prepare", &model, &prompts, &run)));
-        assert_same(&whole, &run, &format!("prepare killed after {fraction:.2} of its time"));
+        let reached = || {
+            let journal = fs_err::read_to_string(run.join("answers.jsonl")).unwrap_or_default();
+            journal.lines().count() >= answers && (!shard || run.join("cache/shard-00000.arrow").is_file())
+        };
+        let what = format!("prepare killed at {answers} answers, shard: {shard}");
+        let moment = Duration::from_micros(700 * i as u64);
+        kill_and_resume(&what, moment, reached, || stage("prepare", &model, &prompts, &run));
+        assert_same(&whole, &run, &what);
     }
-    assert!(met > 0, "no kill came in time");
 
     let trained = root.join("trained");
     copy(&whole, &trained);
-    let usual = complete(stage("train", &model, &prompts, &trained));
-    met = 0;
-    for i in 0..KILLS {
+    complete(stage("train", &model, &prompts, &trained));
+    for (i, step) in [7, 14, 21, 35, 49].into_iter().enumerate() {
         let run = root.join(format!("train-{i}"));
         copy(&whole, &run);
-        let fraction = (f64::from(i) + 0.6) / f64::from(KILLS);
-        met += u32::from(kill_and_resume(fraction, usual, || stage("train", &model, &prompts, &run)));
-        assert_same(&trained, &run, &format!("train killed after {fraction:.2} of its time"));
+        let reached = || run.join(format!("checkpoints/step-{step:06}")).is_dir();
+        let what = format!("train killed after step {step}");
+        let moment = Duration::from_millis(3 * i as u64);
+        let said = kill_and_resume(&what, moment, reached, || stage("train", &model, &prompts, &run));
+        assert!(said.contains("going on from step"), "{what}: {said}");
+        assert_same(&trained, &run, &what);
     }
-    assert!(met > 0, "no kill came in time");
 }

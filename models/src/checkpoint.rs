@@ -50,7 +50,7 @@ pub fn replace_folder(dir: impl AsRef<Path>, write: impl FnOnce(&Path) -> Result
         return Err(Error::NotAModel { path: dir.into(), expected: "a folder, found a file" });
     }
     settle(dir)?;
-    let fresh = beside(dir, &format!("{}.partial", std::process::id()))?;
+    let fresh = beside(dir, "partial")?;
     let parent = dir.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
     fs_err::create_dir_all(parent)?;
     if fresh.exists() {

@@ -173,8 +173,8 @@ pub enum Error {
         /// Layers of the target.
         layers: usize,
     },
-    /// Parts of a training batch that do not fit each other.
-    #[error("training batch does not fit: {0}")]
+    /// Parts of a batch that do not fit each other.
+    #[error("batch does not fit: {0}")]
     Batch(String),
     /// A trainable parameter that the loss does not reach.
     #[error("parameter `{parameter}` has no gradient")]

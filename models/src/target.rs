@@ -210,7 +210,10 @@ impl Target {
 /// Where the new tokens of each sequence go in the cache.
 fn segments(cache: &KvCache, batch: &[NewTokens<'_>]) -> Result<Vec<Segment>> {
     let mut segments = Vec::with_capacity(batch.len());
-    for new in batch {
+    for (i, new) in batch.iter().enumerate() {
+        if new.slot >= cache.slots() || batch[..i].iter().any(|other| other.slot == new.slot) {
+            return Err(Error::Batch(format!("slot {} is not there, or twice in a batch", new.slot)));
+        }
         cache.room(new.slot, new.tokens.len())?;
         segments.push(Segment { slot: new.slot, start: cache.len(new.slot), len: new.tokens.len() });
     }

@@ -5,7 +5,7 @@
 //!
 //! | keys | may change |
 //! | --- | --- |
-//! | `eval.*`, `data.max_bad_ratio`, `prepare.batch_size`, `train.checkpoint_every`, `train.keep_checkpoints`, `train.log_every` | always |
+//! | `eval.*`, `data.max_bad_ratio`, `prepare.batch_size`, `draft.precision`, `train.checkpoint_every`, `train.keep_checkpoints`, `train.log_every` | always |
 //! | `target.*`, `data.*`, `prepare.*` | until there are answers, a cache, checkpoints or metrics |
 //! | `draft.target_layer_ids` | until there is a cache, or there are checkpoints or metrics |
 //! | `draft.*`, `init.*`, `train.*` | until there are checkpoints or metrics |
@@ -100,6 +100,7 @@ impl RunDir {
         }
         fs_err::create_dir_all(path)?;
         let mut run = Self { path: path.into(), changes: Vec::new(), _lock: lock(path)? };
+        atomic::remove_leftovers(path)?;
         let text = recipe.to_toml()?;
         let is_run = path.join(RECIPE).is_file();
         if is_run {

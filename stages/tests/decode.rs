@@ -53,10 +53,16 @@ fn request(id: u64, prompt: Vec<u32>, max_new_tokens: usize) -> Request {
 }
 
 fn run(target: &Target, proposer: Box<dyn Proposer + '_>, slots: usize, requests: Vec<Request>) -> Vec<Finished> {
-    let mut engine = Engine::new(target, proposer, slots, 160).unwrap();
+    let capacity = capacity(&requests);
+    let mut engine = Engine::new(target, proposer, slots, capacity).unwrap();
     let mut finished = engine.run(requests, |_| Ok(())).unwrap();
     finished.sort_by_key(|f| f.request.id);
     finished
+}
+
+/// Room for the longest request.
+fn capacity(requests: &[Request]) -> usize {
+    requests.iter().map(|r| r.prompt.len() + r.max_new_tokens).max().unwrap()
 }
 
 fn numbers<T: TryFrom<u64>>(value: &Value) -> Vec<T>
@@ -88,7 +94,8 @@ fn golden_decode_traces_dspark_vanilla() {
             let mut request = request(0, prompt.clone(), budget);
             request.stop_ids = stop_ids.clone().into();
             request.confidence_threshold = threshold;
-            let proposer = DSparkProposer::new(&drafter, target.lm_head(), 1, 160).unwrap();
+            let room = capacity(std::slice::from_ref(&request));
+            let proposer = DSparkProposer::new(&drafter, target.lm_head(), 1, room).unwrap();
             run(&target, Box::new(proposer), 1, vec![request]).remove(0)
         };
         let done = decode(budget);

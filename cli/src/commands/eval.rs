@@ -20,7 +20,7 @@ use crate::printer::Printer;
 /// # Errors
 /// As [`eval::run`]; also when speculative and plain output differ.
 pub(super) fn run(arguments: &EvalArguments, printer: &Printer, context: Context<'_>) -> anyhow::Result<()> {
-    let setup = Setup::new(&arguments.run, |recipe| {
+    let setup = Setup::new(&arguments.run, true, |recipe| {
         if !arguments.prompts.is_empty() {
             recipe.eval.prompts = arguments.prompts.iter().cloned().map(PromptSource::File).collect();
         }
@@ -56,6 +56,11 @@ pub(super) fn print(outcome: &EvalOutcome, out: &Path, printer: &Printer) -> any
         printer.data(&tables::evaluation(outcome))?;
     }
     printer.words(&format!("reports: {}/report.html, README.md, results.json", out.display()));
+    refuse_lossy(outcome)
+}
+
+/// Speculation that changes the output is a failure, however fast.
+pub(super) fn refuse_lossy(outcome: &EvalOutcome) -> anyhow::Result<()> {
     if outcome.lossless == Some(false) {
         return Err(Refusal {
             problem: format!("speculative output differs from plain output in {} answers", outcome.differences.len()),

@@ -18,7 +18,7 @@ use crate::printer::Printer;
 /// # Errors
 /// As [`prepare::run`].
 pub(super) fn run(arguments: &PrepareArguments, printer: &Printer, context: Context<'_>) -> anyhow::Result<()> {
-    let setup = Setup::new(&arguments.run, |recipe| {
+    let setup = Setup::new(&arguments.run, false, |recipe| {
         if let Some(file) = &arguments.prompts {
             recipe.data.prompts = PromptSource::File(file.clone());
         }

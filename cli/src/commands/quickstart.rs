@@ -14,7 +14,7 @@ use crate::printer::Printer;
 /// # Errors
 /// As the three stages.
 pub(super) fn run(arguments: &RunArguments, printer: &Printer, context: Context<'_>) -> anyhow::Result<()> {
-    let setup = Setup::new(arguments, |_| {})?;
+    let setup = Setup::new(arguments, false, |_| {})?;
     let run = setup.run_dir(context)?;
     let model = setup.target(context)?;
     let outcome = quickstart::run(&setup.recipe, &run, &model, &setup.provenance, context)?;
@@ -25,7 +25,7 @@ pub(super) fn run(arguments: &RunArguments, printer: &Printer, context: Context<
             "eval": outcome.eval,
         });
         printer.data(&parts.to_string())?;
-        return Ok(());
+        return eval::refuse_lossy(&outcome.eval);
     }
     prepare::print(&outcome.prepare.summary(), printer)?;
     prepare::print(&train::summary(&outcome.train), printer)?;

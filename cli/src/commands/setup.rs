@@ -12,6 +12,7 @@ use deepspec_stages::run_dir::{Provenance, RunDir};
 use deepspec_stages::target_model::TargetModel;
 
 use crate::args::RunArguments;
+use crate::failure::Refusal;
 
 /// Recipe used where none is named or saved.
 const DEFAULT_RECIPE: &str = "quickstart";
@@ -24,26 +25,37 @@ pub(super) struct Setup {
 }
 
 impl Setup {
-    /// Resolves recipe and folder; `change` may alter the recipe before it is checked.
+    /// Resolves recipe and folder; `change` may alter the recipe before it is checked. A stage that `needs_run` works on
+    /// what an earlier one left there.
     ///
     /// # Errors
     /// When the recipe cannot be found, read or used.
-    pub(super) fn new(arguments: &RunArguments, change: impl FnOnce(&mut Recipe)) -> anyhow::Result<Self> {
-        let saved = arguments.run.as_deref().filter(|run| run.join("recipe.toml").is_file());
-        let (mut recipe, name) = match (&arguments.recipe, saved) {
-            (Some(name), _) => (Recipe::open(name, &arguments.overrides)?, stem(name)),
-            (None, Some(run)) => {
-                let mut recipe = RunDir::saved_recipe(run)?;
+    pub(super) fn new(
+        arguments: &RunArguments,
+        needs_run: bool,
+        change: impl FnOnce(&mut Recipe),
+    ) -> anyhow::Result<Self> {
+        let named = arguments.recipe.as_deref().map(stem);
+        let default = || Path::new("runs").join(named.unwrap_or_else(|| DEFAULT_RECIPE.into()));
+        let folder = arguments.run.clone().unwrap_or_else(default);
+        let mut recipe = match &arguments.recipe {
+            Some(name) => Recipe::open(name, &arguments.overrides)?,
+            None if folder.join("recipe.toml").is_file() => {
+                let mut recipe = RunDir::saved_recipe(&folder)?;
                 for text in &arguments.overrides {
                     recipe.apply_set(text)?;
                 }
-                (recipe, String::new())
+                recipe
             }
-            (None, None) => (Recipe::open(DEFAULT_RECIPE, &arguments.overrides)?, DEFAULT_RECIPE.into()),
+            None if needs_run => {
+                let problem = format!("no run in `{}`: it has no recipe.toml", folder.display());
+                let hint = Some("give `--run` the folder that `deepspec prepare` made, or name a `--recipe`".into());
+                return Err(Refusal { problem, hint }.into());
+            }
+            None => Recipe::open(DEFAULT_RECIPE, &arguments.overrides)?,
         };
         change(&mut recipe);
         recipe.validate()?;
-        let folder = arguments.run.clone().unwrap_or_else(|| Path::new("runs").join(name));
         Ok(Self { recipe, folder, provenance: provenance() })
     }
 

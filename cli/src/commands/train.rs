@@ -13,7 +13,7 @@ use crate::printer::Printer;
 /// # Errors
 /// As [`train::run`].
 pub(super) fn run(arguments: &RunArguments, printer: &Printer, context: Context<'_>) -> anyhow::Result<()> {
-    let setup = Setup::new(arguments, |_| {})?;
+    let setup = Setup::new(arguments, true, |_| {})?;
     let run = setup.run_dir(context)?;
     let model = setup.target(context)?;
     let outcome = train::run(&setup.recipe, &run, &model, context)?;

@@ -9,7 +9,7 @@ use candle_core::{Device, Tensor};
 use super::Parameters;
 use super::parameters::trainable_shapes;
 use crate::config::DraftConfig;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::speculate::{CounterRng, Stream};
 use crate::weights::Weights;
 
@@ -47,14 +47,18 @@ pub fn random(config: &DraftConfig, seed: u64) -> Result<Parameters> {
 /// When the target lacks a tensor of the shape needed.
 pub fn from_target_layers(parameters: &mut Parameters, config: &DraftConfig, target: &Weights) -> Result<()> {
     let layers = config.body.num_hidden_layers;
-    let first = config.num_target_layers.saturating_sub(layers);
+    let Some(first) = config.num_target_layers.checked_sub(layers) else {
+        let target = config.num_target_layers;
+        return Err(Error::Batch(format!("{layers} draft layers cannot start from the {target} layers of the target")));
+    };
     let mut replaced = Vec::new();
     for (name, shape) in trainable_shapes(config) {
         let Some((layer, rest)) = name.strip_prefix("layers.").and_then(|rest| rest.split_once('.')) else { continue };
         let Ok(layer) = layer.parse::<usize>() else { continue };
         let source = format!("model.layers.{}.{rest}", first + layer);
-        // Head norms that the target's family does not have stay at 1.
-        if target.contains(&source) {
+        // Head norms that the target's family does not have stay at 1; nothing else may be missing.
+        let is_head_norm = rest.ends_with("q_norm.weight") || rest.ends_with("k_norm.weight");
+        if target.contains(&source) || !is_head_norm {
             replaced.push((name, target.get(&source, &shape)?));
         }
     }
@@ -142,6 +146,10 @@ fn leading_eigenvectors(c: &Tensor, g: &Tensor, rank: usize) -> Result<Tensor> {
     Ok(u)
 }
 
+fn norm(v: &[f64]) -> f64 {
+    v.iter().map(|x| x * x).sum::<f64>().sqrt()
+}
+
 fn orthonormal(u: &Tensor, g: &Tensor) -> Result<Tensor> {
     let (width, rank) = u.dims2()?;
     let columns: Vec<Vec<f32>> = u.t()?.contiguous()?.to_vec2()?;
@@ -151,16 +159,21 @@ fn orthonormal(u: &Tensor, g: &Tensor) -> Result<Tensor> {
     for column in columns {
         let largest = column.iter().fold(1e-30f32, |m, v| m.max(v.abs()));
         let mut v: Vec<f64> = column.iter().map(|x| f64::from(x / largest)).collect();
+        let before = norm(&v);
         for _ in 0..2 {
             for (b, image) in basis.iter().zip(&images) {
                 let along: f64 = v.iter().zip(image).map(|(a, b)| a * b).sum();
                 v.iter_mut().zip(b).for_each(|(v, b)| *v -= along * b);
             }
         }
+        if norm(&v) < 1e-9 * before {
+            // Nothing new in this direction: the factors have a lower rank.
+            v.fill(0.0);
+        }
         let image: Vec<f64> = g.iter().map(|row| row.iter().zip(&v).map(|(g, v)| f64::from(*g) * v).sum()).collect();
-        let norm = v.iter().zip(&image).map(|(a, b)| a * b).sum::<f64>().max(1e-30).sqrt();
-        basis.push(v.into_iter().map(|x| x / norm).collect());
-        images.push(image.into_iter().map(|x| x / norm).collect());
+        let length = v.iter().zip(&image).map(|(a, b)| a * b).sum::<f64>().max(1e-30).sqrt();
+        basis.push(v.into_iter().map(|x| x / length).collect());
+        images.push(image.into_iter().map(|x| x / length).collect());
     }
     let flat: Vec<f32> = (0..width).flat_map(|row| basis.iter().map(move |b| b[row] as f32)).collect();
     Ok(Tensor::from_vec(flat, (width, rank), &Device::Cpu)?)

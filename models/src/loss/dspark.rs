@@ -12,9 +12,11 @@ use std::sync::Arc;
 use candle_core::Tensor;
 use deepspec_kernels::linear::Packed;
 use deepspec_kernels::vocab_loss::{LossRow, RowTerms, VocabLoss};
+use serde::{Deserialize, Serialize};
 
 use crate::draft::DSpark;
 use crate::draft::dspark::TrainSequence;
+use crate::draft::markov_head::MarkovHead;
 use crate::error::{Error, Result};
 
 /// Added to the denominators.
@@ -201,12 +203,13 @@ pub fn dspark_loss(
     }
     let device = hidden.device();
     let latent = drafter.markov_head().map(|markov| markov.latent(&supervision.previous_of_row)).transpose()?;
-    let w2 = drafter.markov_head().and_then(|markov| markov.w2());
-    let (m, w2) = if let (Some(latent), Some(w2)) = (&latent, w2) {
-        (latent.clone(), w2.clone())
-    } else {
-        let vocab = head.weight.dims()[0];
-        (Tensor::zeros((rows, 0), hidden.dtype(), device)?, Tensor::zeros((vocab, 0), hidden.dtype(), device)?)
+    let (m, w2) = match (&latent, drafter.markov_head().map(MarkovHead::w2)) {
+        (Some(latent), Some(Some(w2))) => (latent.clone(), w2.clone()),
+        (Some(_), _) => return Err(Error::Batch("the loss needs a trainable Markov head".into())),
+        (None, _) => {
+            let vocab = head.weight.dims()[0];
+            (Tensor::zeros((rows, 0), hidden.dtype(), device)?, Tensor::zeros((vocab, 0), hidden.dtype(), device)?)
+        }
     };
     let op = VocabLoss {
         lm_head: head.packed.clone(),
@@ -290,7 +293,7 @@ fn sigmoid(x: f32) -> f64 {
 }
 
 /// Sums over slots and blocks; those of the micro-batches of a global batch add up.
-#[derive(Debug, Clone, Default, PartialEq)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct MetricSums {
     /// The loss.
     pub loss: f64,

@@ -102,6 +102,10 @@ impl<'a> Engine<'a> {
                 self.cache.capacity()
             )));
         }
+        let mut held = self.waiting.iter().chain(self.active.iter().map(|sequence| &sequence.request));
+        if held.any(|other| other.id == request.id) {
+            return Err(Error::Input(format!("request {} is there already", request.id)));
+        }
         request.sampling.validate()?;
         self.waiting.push_back(request);
         Ok(())

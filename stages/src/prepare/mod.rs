@@ -138,6 +138,13 @@ impl<'a> Settings<'a> {
                 hint: Some("use the tokenizer that belongs to the target".into()),
             });
         }
+        let (length, longest) = (recipe.prepare.max_length, config.max_position_embeddings);
+        if length > longest {
+            return Err(Error::Recipe {
+                origin: "and target do not fit".into(),
+                problem: format!("`prepare.max_length` is {length}, the target's context holds {longest} tokens"),
+            });
+        }
         let mask_token_id = recipe.draft.mask_token_id;
         let unfit = |allowed: String| Error::Recipe {
             origin: "and target do not fit".into(),

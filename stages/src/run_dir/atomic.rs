@@ -33,6 +33,18 @@ pub(crate) fn temporary_beside(path: &Path) -> PathBuf {
     path.with_file_name(format!(".{name}.{}-{count}.tmp", std::process::id()))
 }
 
+/// Removes the temporary files that killed processes left in a folder; no other process may be writing there.
+pub(super) fn remove_leftovers(folder: &Path) -> Result<()> {
+    for entry in fs_err::read_dir(folder)? {
+        let path = entry?.path();
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        if name.starts_with('.') && name.ends_with(".tmp") && path.is_file() {
+            fs_err::remove_file(&path)?;
+        }
+    }
+    Ok(())
+}
+
 /// Flushes the folder that holds `path`, which makes a rename in it last.
 pub(crate) fn sync_folder_of(path: &Path) -> Result<()> {
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));

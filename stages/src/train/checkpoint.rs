@@ -3,7 +3,7 @@
 //!
 //! A folder is written under another name, flushed and renamed, so that it is whole or not there. The last n are kept.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use candle_core::{DType, Device, Tensor};
 use deepspec_models::checkpoint::{replace_folder, write_json, write_tensors};
@@ -12,8 +12,10 @@ use deepspec_models::draft::{Parameters, trainable_shapes};
 use deepspec_models::optimizer::Optimizer;
 use deepspec_models::target::TargetEnds;
 use deepspec_models::weights::Weights;
+use serde::Deserialize;
 use serde_json::json;
 
+use super::log::Pending;
 use crate::error::{Error, Result};
 
 /// Folder of the optimiser's state inside a checkpoint.
@@ -61,6 +63,24 @@ impl Checkpoints {
         Ok(found)
     }
 
+    /// Removes what a killed save or removal left behind.
+    ///
+    /// # Errors
+    /// When the disk refuses.
+    pub fn remove_leftovers(&self) -> Result<()> {
+        if !self.folder.is_dir() {
+            return Ok(());
+        }
+        for entry in fs_err::read_dir(&self.folder)? {
+            let path = entry?.path();
+            let name = path.file_name().unwrap_or_default().to_string_lossy();
+            if name.starts_with(".step-") && name.ends_with(".partial") {
+                fs_err::remove_dir_all(&path)?;
+            }
+        }
+        Ok(())
+    }
+
     /// The newest.
     ///
     /// # Errors
@@ -80,6 +100,7 @@ impl Checkpoints {
         parameters: &Parameters,
         ends: &TargetEnds,
         optimizer: &Optimizer,
+        log: &Pending,
     ) -> Result<()> {
         let mut tensors: Vec<(String, Tensor)> =
             parameters.iter().map(|(name, var)| (name.to_owned(), var.as_tensor().clone())).collect();
@@ -92,10 +113,13 @@ impl Checkpoints {
             let folder = fresh.join(STATE);
             fs_err::create_dir(&folder)?;
             write_tensors(&folder.join("model.safetensors"), &state)?;
-            write_json(&folder.join("state.json"), &json!({ "step": step }))
+            write_json(&folder.join("state.json"), &json!({ "step": step, "log": log }))
         })?;
         for old in self.all()?.iter().rev().skip(self.keep) {
-            fs_err::remove_dir_all(&old.folder)?;
+            // Out of sight first: a half-removed folder must not be taken for a checkpoint.
+            let hidden = self.folder.join(format!(".step-{:06}.partial", old.step));
+            fs_err::rename(&old.folder, &hidden)?;
+            fs_err::remove_dir_all(&hidden)?;
         }
         Ok(())
     }
@@ -134,23 +158,24 @@ pub fn parameters(found: &Found, config: &DraftConfig) -> Result<Parameters> {
     read_parameters(&Weights::from_folder(&found.folder, DType::F32, &Device::Cpu)?, config)
 }
 
-/// Restores the optimiser from a checkpoint.
+/// Restores the optimiser from a checkpoint and returns what the log had pending.
 ///
 /// # Errors
 /// When the state is missing or does not fit the parameters.
-pub fn restore(found: &Found, optimizer: &mut Optimizer) -> Result<()> {
+pub fn restore(found: &Found, optimizer: &mut Optimizer) -> Result<Pending> {
     let folder = found.folder.join(STATE);
-    let step = read_step(&folder.join("state.json"))?;
+    let path = folder.join("state.json");
+    let text = fs_err::read_to_string(&path)?;
+    let state: State = serde_json::from_str(&text)
+        .map_err(|error| Error::Input(format!("`{}` is not the state of a training run: {error}", path.display())))?;
     let weights = Weights::from_folder(&folder, DType::F32, &Device::Cpu)?;
-    optimizer.restore(step, |name, len| weights.get(name, &[len]))?;
+    optimizer.restore(state.step, |name, len| weights.get(name, &[len]))?;
     weights.finish()?;
-    Ok(())
+    Ok(state.log)
 }
 
-fn read_step(path: &Path) -> Result<u64> {
-    let text = fs_err::read_to_string(path)?;
-    serde_json::from_str::<serde_json::Value>(&text)
-        .ok()
-        .and_then(|json| json["step"].as_u64())
-        .ok_or_else(|| Error::Input(format!("`{}` does not hold a step number", path.display())))
+#[derive(Deserialize)]
+struct State {
+    step: u64,
+    log: Pending,
 }

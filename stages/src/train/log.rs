@@ -5,11 +5,19 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use deepspec_models::config::DraftConfig;
 use deepspec_models::linear::{Linear, Precision};
 use deepspec_models::loss::dspark::{LossWeights, MetricSums};
+use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
 use super::tensorboard::EventWriter;
 use crate::error::Result;
 use crate::run_dir::{Journal, RunDir, read_journal, write_atomic};
+
+/// Sums since the last line; part of a checkpoint, so that a resumed run writes the same lines.
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+pub struct Pending {
+    sums: MetricSums,
+    steps: u64,
+}
 
 /// Writer of all logs of a run.
 pub struct TrainLog {
@@ -17,8 +25,9 @@ pub struct TrainLog {
     events: EventWriter,
     total: u64,
     confidence: bool,
-    steps: u64,
+    pending: Pending,
     tokens: usize,
+    steps_timed: u64,
     spent: Duration,
     first_step: u64,
     begun: Instant,
@@ -32,13 +41,17 @@ impl TrainLog {
     ///
     /// # Errors
     /// When the disk refuses or an event file is damaged.
-    pub fn open(run: &RunDir, resumed_from: u64, total: u64, config: &DraftConfig) -> Result<Self> {
+    pub fn open(run: &RunDir, resumed_from: u64, pending: Pending, total: u64, config: &DraftConfig) -> Result<Self> {
         let path = run.metrics();
+        let mut last = Vec::new();
         if path.is_file() {
             let records: Vec<Value> = read_journal(&path)?;
             let kept: Vec<Value> =
                 records.into_iter().filter(|r| r["step"].as_u64().is_some_and(|step| step <= resumed_from)).collect();
             let mut text = String::new();
+            if let Some(Value::Object(fields)) = kept.last() {
+                last = fields.iter().filter_map(|(name, value)| Some((name.clone(), value.as_f64()?))).collect();
+            }
             for record in kept {
                 text.push_str(&record.to_string());
                 text.push('\n');
@@ -56,20 +69,28 @@ impl TrainLog {
             events,
             total,
             confidence: config.enable_confidence_head,
-            steps: 0,
+            pending,
             tokens: 0,
+            steps_timed: 0,
             spent: Duration::ZERO,
             first_step: resumed_from,
             begun: Instant::now(),
             flops_per_token: flops_per_block_row(config),
             peak_flops: peak_flops()?,
-            last: Vec::new(),
+            last,
         })
     }
 
+    /// What has been counted since the last line.
+    pub fn pending(&self) -> &Pending {
+        &self.pending
+    }
+
     /// Counts a step towards the next line.
-    pub fn count(&mut self, tokens: usize, time: Duration) {
-        self.steps += 1;
+    pub fn count(&mut self, sums: &MetricSums, tokens: usize, time: Duration) {
+        self.pending.sums.add(sums);
+        self.pending.steps += 1;
+        self.steps_timed += 1;
         self.tokens += tokens;
         self.spent += time;
     }
@@ -78,25 +99,22 @@ impl TrainLog {
     ///
     /// # Errors
     /// When the disk refuses.
-    pub fn write(
-        &mut self,
-        step: u64,
-        sums: &MetricSums,
-        weights: &LossWeights,
-        lr: f64,
-        grad_norm: f64,
-    ) -> Result<String> {
+    pub fn write(&mut self, step: u64, weights: &LossWeights, lr: f64, grad_norm: f64) -> Result<String> {
+        let Pending { sums, steps } = std::mem::take(&mut self.pending);
         let seconds = self.spent.as_secs_f64().max(1e-9);
+        let step_ms = seconds * 1e3 / self.steps_timed.max(1) as f64;
         let mut metrics = sums.metrics(weights, self.confidence);
         // The loss of a step is a ratio of sums over its batch; over several steps it is their mean.
         if let Some((_, loss)) = metrics.first_mut() {
-            *loss /= self.steps.max(1) as f64;
+            *loss /= steps.max(1) as f64;
         }
-        let mfu = sums.rows * self.flops_per_token / seconds / self.peak_flops;
+        // After a resume the sums may hold steps that this process did not time.
+        let timed = self.steps_timed as f64 / steps.max(1) as f64;
+        let mfu = sums.rows * timed * self.flops_per_token / seconds / self.peak_flops;
         metrics.push(("lr".into(), lr));
         metrics.push(("grad_norm".into(), grad_norm));
         metrics.push(("tokens_per_s".into(), self.tokens as f64 / seconds));
-        metrics.push(("step_ms".into(), seconds * 1e3 / self.steps.max(1) as f64));
+        metrics.push(("step_ms".into(), step_ms));
         metrics.push(("mfu".into(), mfu));
         let mut record = Map::new();
         record.insert("step".into(), json!(step));
@@ -106,9 +124,10 @@ impl TrainLog {
         }
         self.metrics.append(&Value::Object(record))?;
         self.events.flush()?;
-        let line = self.line(step, metrics[0].1, sums.tau(), lr, seconds, mfu);
+        let tokens_per_s = self.tokens as f64 / seconds;
+        let line = self.line(step, metrics[0].1, sums.tau(), lr, step_ms, tokens_per_s, mfu);
         self.last = metrics;
-        (self.steps, self.tokens, self.spent) = (0, 0, Duration::ZERO);
+        (self.steps_timed, self.tokens, self.spent) = (0, 0, Duration::ZERO);
         Ok(line)
     }
 
@@ -117,14 +136,13 @@ impl TrainLog {
         &self.last
     }
 
-    fn line(&self, step: u64, loss: f64, tau: f64, lr: f64, seconds: f64, mfu: f64) -> String {
+    fn line(&self, step: u64, loss: f64, tau: f64, lr: f64, step_ms: f64, tokens_per_s: f64, mfu: f64) -> String {
         let per_step = self.begun.elapsed().as_secs_f64() / (step - self.first_step).max(1) as f64;
         let left = Duration::from_secs_f64(per_step * (self.total - step) as f64);
         format!(
-            "step {step:05}/{:05} | loss {loss:.4} | tau {tau:.2} | lr {lr:.1e} | {:.0} ms | {:.1}k tok/s | mfu {:.0} % | eta {}",
+            "step {step:05}/{:05} | loss {loss:.4} | tau {tau:.2} | lr {lr:.1e} | {step_ms:.0} ms | {:.1}k tok/s | mfu {:.0} % | eta {}",
             self.total,
-            seconds * 1e3 / self.steps.max(1) as f64,
-            self.tokens as f64 / seconds / 1e3,
+            tokens_per_s / 1e3,
             mfu * 100.0,
             short(left),
         )

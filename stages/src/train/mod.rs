@@ -18,7 +18,7 @@ use candle_core::DType;
 use deepspec_datasets::target_cache::{Expected, Reader};
 use deepspec_models::draft::{DSpark, ParameterSource, Parameters, initialise};
 use deepspec_models::linear::{Packed, Precision as Packing};
-use deepspec_models::loss::dspark::{LossHead, MetricSums};
+use deepspec_models::loss::dspark::LossHead;
 use deepspec_models::optimizer::{AdamWConfig, Optimizer, Schedule};
 use deepspec_models::target::TargetEnds;
 use deepspec_models::weights::Weights;
@@ -31,7 +31,7 @@ use crate::run_dir::RunDir;
 use crate::target_model::TargetModel;
 use batches::Batches;
 use checkpoint::Checkpoints;
-use log::TrainLog;
+use log::{Pending, TrainLog};
 
 /// What a training run ended with.
 #[derive(Debug, Clone)]
@@ -66,6 +66,14 @@ pub fn run(recipe: &Recipe, run: &RunDir, model: &TargetModel, ctx: Context<'_>)
         hidden_size: config.body.hidden_size,
         tokenizer_hash: model.text.tokenizer().hash(),
     })?;
+    if let Some(prepared) = cache.meta().mask_token_id.filter(|&id| id != config.mask_token_id) {
+        return Err(Error::Mismatch {
+            what: "mask_token_id".into(),
+            left: format!("{prepared} in the cache"),
+            right: format!("{} in the recipe", config.mask_token_id),
+            hint: Some("prepare the cache again, in another run folder".into()),
+        });
+    }
     let batches = Batches::new(&cache, &recipe.train)?;
     if batches.without_anchors > 0 {
         ctx.warn(format!(
@@ -84,15 +92,17 @@ pub fn run(recipe: &Recipe, run: &RunDir, model: &TargetModel, ctx: Context<'_>)
         weight_decay: recipe.train.weight_decay,
         max_grad_norm: recipe.train.max_grad_norm,
     };
+    checkpoints.remove_leftovers()?;
     let latest = checkpoints.latest()?;
     let parameters = match &latest {
         Some(found) => checkpoint::parameters(found, &config)?,
         None => initial_parameters(recipe, &config, &cache, model, ctx)?,
     };
     let mut optimizer = Optimizer::new(settings, &parameters);
-    if let Some(found) = &latest {
-        checkpoint::restore(found, &mut optimizer)?;
-    }
+    let pending = match &latest {
+        Some(found) => checkpoint::restore(found, &mut optimizer)?,
+        None => Pending::default(),
+    };
     let drafter = DSpark::new(config, ends.embed_tokens.clone(), ParameterSource::Trainable(&parameters))?;
     let resumed_from = optimizer.step_count();
     ctx.note(describe(drafter.config()));
@@ -108,12 +118,12 @@ pub fn run(recipe: &Recipe, run: &RunDir, model: &TargetModel, ctx: Context<'_>)
     if resumed_from > 0 {
         ctx.note(format!("going on from step {resumed_from}"));
     }
-    let mut log = TrainLog::open(run, resumed_from, batches.steps, drafter.config())?;
-    let mut since_log = MetricSums::default();
+    let mut log = TrainLog::open(run, resumed_from, pending, batches.steps, drafter.config())?;
     let started = Instant::now();
     ctx.reporter.event(Event::Started { task: "train", total: batches.steps, done: resumed_from, unit: "steps" });
-    let save =
-        |step: u64, optimizer: &Optimizer| checkpoints.save(step, drafter.config(), &parameters, &ends, optimizer);
+    let save = |step: u64, optimizer: &Optimizer, log: &TrainLog| {
+        checkpoints.save(step, drafter.config(), &parameters, &ends, optimizer, log.pending())
+    };
     for step in resumed_from..batches.steps {
         let begun = Instant::now();
         let lr = schedule.at(step);
@@ -126,17 +136,15 @@ pub fn run(recipe: &Recipe, run: &RunDir, model: &TargetModel, ctx: Context<'_>)
         let is_logged = number % recipe.train.log_every == 0 || number == batches.steps;
         let batch = batches.at(step)?;
         let done = step::run(&drafter, &parameters, &head, &weights, &mut optimizer, &batch, lr, is_logged)?;
-        log.count(done.tokens, begun.elapsed());
-        since_log.add(&done.sums);
+        log.count(&done.sums, done.tokens, begun.elapsed());
         if is_logged {
-            let line = log.write(number, &since_log, &weights, lr, done.grad_norm)?;
+            let line = log.write(number, &weights, lr, done.grad_norm)?;
             ctx.reporter.event(Event::Line(&line));
-            since_log = MetricSums::default();
         }
         ctx.reporter.event(Event::Advanced { done: number, detail: "" });
         let stop = ctx.interrupt.is_set();
         if number % recipe.train.checkpoint_every == 0 || number == batches.steps || stop {
-            save(number, &optimizer)?;
+            save(number, &optimizer, &log)?;
         }
         if stop && number < batches.steps {
             return Err(Error::Interrupted { safe: "a checkpoint has been written" });
