@@ -479,7 +479,7 @@ fn messy_files_give_samples_or_a_clear_error() {
         for regenerate in [true, false] {
             let mut case = Case::new("", &[]);
             let overrides =
-                [&format!("prepare.regenerate={regenerate}"), "prepare.max_new_tokens=4", "prepare.max_length=640"];
+                [&format!("prepare.regenerate={regenerate}"), "prepare.max_new_tokens=4", "prepare.max_length=512"];
             case.recipe = Case::recipe(&path, &overrides);
             match case.run("run", &world) {
                 Ok(outcome) => {

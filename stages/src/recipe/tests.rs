@@ -220,7 +220,8 @@ fn phases_must_rise_to_one_weigh_something_and_train_the_confidence_head() {
     assert!(with(vec![phase(0.9, 1.0, 1.0)]).unwrap_err().contains("and 1 for the last"));
     assert!(with(vec![phase(1.0, 0.0, 1.0)]).unwrap_err().contains("`train.phases.0.ce` is 0, as are"));
     assert!(with(vec![phase(1.0, 1.0, 0.0)]).unwrap_err().contains("would stay untrained"));
-    let train = quickstart().train;
+    let mut train = quickstart().train;
+    train.phases[0].until = 0.3;
     assert_eq!(train.phase_at(0, 100), Some(&train.phases[0]));
     assert_eq!(train.phase_at(29, 100), Some(&train.phases[0]));
     assert_eq!(train.phase_at(30, 100), Some(&train.phases[1]));
