@@ -86,7 +86,10 @@ fn changes_of_free_keys_are_saved_and_listed() {
     let run = open(folder.path(), &["eval.limit=3", "train.keep_checkpoints=9"]).unwrap();
     let changes: Vec<String> = run.changes().iter().map(ToString::to_string).collect();
     let limit = recipe(&[]).eval.limit.unwrap();
-    assert_eq!(changes, [&format!("`eval.limit` was {limit}, is now 3"), "`train.keep_checkpoints` was 2, is now 9"]);
+    assert_eq!(
+        changes,
+        [format!("`eval.limit` was {limit}, is now 3"), "`train.keep_checkpoints` was 2, is now 9".to_owned()]
+    );
     assert_eq!(RunDir::saved_recipe(folder.path()).unwrap(), recipe(&["eval.limit=3", "train.keep_checkpoints=9"]));
 }
 
