@@ -79,7 +79,7 @@ pub(crate) struct RunArguments {
     /// Change a value of the recipe, such as `train.lr=3e-4`; may be given several times.
     #[arg(long = "set", value_name = "KEY=VALUE")]
     pub overrides: Vec<String>,
-    /// Folder that the run's files go to; an interrupted run goes on there [default: runs/<recipe>].
+    /// Folder that the run's files go to; an interrupted run goes on there [default: runs/RECIPE].
     #[arg(long, value_name = "DIR")]
     pub run: Option<PathBuf>,
 }

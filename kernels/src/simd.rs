@@ -1,6 +1,6 @@
 //! Run-time choice of instruction set for loops that the compiler vectorises, and the few vector helpers they share.
 //!
-//! The binary is built for the baseline of its platform; [`multiversion!`] compiles the same loop again for AVX2+FMA and
+//! The binary is built for the baseline of its platform; `multiversion!` compiles the same loop again for AVX2+FMA and
 //! AVX-512 and picks one when it is called. Loops use separate multiply and add, in an order written out in the source,
 //! so every version gives the same bits.
 
@@ -162,7 +162,7 @@ fn fold(partial: [f32; LANES]) -> f32 {
     (four[0] + four[2]) + (four[1] + four[3])
 }
 
-/// y ← Σ_j weights[j] · row(j) for the columns `0..y.len()`, keys added in order, a stretch of columns at a time so that
+/// y ← `Σ_j weights[j] · row(j)` for the columns `0..y.len()`, keys added in order, a stretch of columns at a time so that
 /// the sums stay in registers.
 #[inline(always)]
 pub(crate) fn weighted_sum<'a>(weights: &[f32], row: impl Fn(usize) -> &'a [f32], y: &mut [f32]) {

@@ -87,7 +87,7 @@ pub struct BigramRows {
     pub hidden: Tensor,
 }
 
-/// Factors W1 `[vocab, rank]`, W2 `[vocab, rank]` with W1[x]·W2[y] ≈ logit(y after x) − mean over x.
+/// Factors W1 `[vocab, rank]`, W2 `[vocab, rank]` with `W1[x] · W2[y]` ≈ logit(y after x) − mean over x.
 ///
 /// The logits after x are h(x)·Eᵀ, E the lm_head, so their best approximation of rank r in the norm weighted by the
 /// tokens' frequencies is found in `hidden` dimensions: with C = Σ_x f(x) (h−h̄)(h−h̄)ᵀ and G = Σ_y f(y) e eᵀ, U the leading

@@ -28,7 +28,7 @@ impl MarkovHead {
         })
     }
 
-    /// Latent rows W1[x] of previous tokens.
+    /// Latent rows `W1[x]` of previous tokens.
     ///
     /// # Shapes
     /// n tokens → `[n, rank]`

@@ -2,7 +2,7 @@
 //!
 //! Requests become sequences with a slot of the target's cache each. Every step runs one ragged target forward over all of
 //! them: chunks of prompts still to be read, and for the others the anchor with the proposed tokens after it. Accepted
-//! tokens are committed one by one through [`commit::commit`]; the rest is rolled back by moving a length.
+//! tokens are committed one by one through the `commit` function; the rest is rolled back by moving a length.
 //!
 //! What a sequence emits depends on its own request alone: kernels compute each row in one order of operations whatever
 //! the batch, and random numbers are keyed by (seed, purpose, position).
