@@ -411,12 +411,13 @@ mod tests {
         check(&golden, |round| survival(&golden.inputs.confidence_logits[round]), 1e-6);
     }
 
-    /// Tolerance 2e-9: the stored products differ from those behind the expected metrics by a few float32 steps of single
-    /// confidences, which shifts the position with 16 observations by 1.7e-9.
+    /// Tolerance 1e-8: the stored products differ from those behind the expected metrics by a few float32 steps of single
+    /// confidences. In the project's set that shifts the position with 16 observations by 1.7e-9; fewer observations in
+    /// another set average less of it away.
     #[test]
     fn golden_metrics_from_running_products() {
         let golden = golden();
-        check(&golden, |round| golden.inputs.cumprod_pred_f64[round].clone(), 2e-9);
+        check(&golden, |round| golden.inputs.cumprod_pred_f64[round].clone(), 1e-8);
     }
 
     #[test]
