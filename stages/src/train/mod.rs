@@ -96,7 +96,7 @@ pub fn run(recipe: &Recipe, run: &RunDir, model: &TargetModel, ctx: Context<'_>)
     let latest = checkpoints.latest()?;
     let parameters = match &latest {
         Some(found) => checkpoint::parameters(found, &config)?,
-        None => initial_parameters(recipe, &config, &cache, model, ctx)?,
+        None => initial_parameters(recipe, &config, &cache, model, &ends, ctx)?,
     };
     let mut optimizer = Optimizer::new(settings, &parameters);
     let pending = match &latest {
@@ -178,6 +178,7 @@ fn initial_parameters(
     config: &deepspec_models::config::DraftConfig,
     cache: &Reader,
     model: &TargetModel,
+    ends: &TargetEnds,
     ctx: Context<'_>,
 ) -> Result<Parameters> {
     if let Some(from) = &recipe.init.from {
@@ -192,8 +193,7 @@ fn initial_parameters(
     }
     if recipe.init.markov == MarkovInit::Bigram && config.markov_rank > 0 {
         let rows = bigram::rows(cache, model, ctx)?;
-        let lm_head = TargetEnds::load(model.target.config(), &model.weights()?)?.lm_head;
-        let (w1, w2) = initialise::bigram_factors(&rows, &lm_head, config.markov_rank)?;
+        let (w1, w2) = initialise::bigram_factors(&rows, &ends.lm_head, config.markov_rank)?;
         parameters.insert("markov_head.markov_w1.weight", &w1)?;
         parameters.insert("markov_head.markov_w2.weight", &w2)?;
         ctx.note(format!(
