@@ -73,7 +73,8 @@ pub(crate) struct InspectArguments {
 /// Which recipe, and which run folder.
 #[derive(Debug, Args)]
 pub(crate) struct RunArguments {
-    /// Name of a built-in recipe, or a TOML file [default: the one saved in the run folder, else `quickstart`].
+    /// Name of a built-in recipe, or a TOML file [default: the one saved in the run folder; where there is none,
+    /// `quickstart` for quickstart and prepare, an error for train and eval].
     #[arg(long, value_name = "NAME|PATH")]
     pub recipe: Option<String>,
     /// Change a value of the recipe, such as `train.lr=3e-4`; may be given several times.
