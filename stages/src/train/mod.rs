@@ -21,7 +21,6 @@ use deepspec_models::draft::{DSpark, DraftVocabulary, ParameterSource, Parameter
 use deepspec_models::linear::{Linear, Packed, Precision as Packing};
 use deepspec_models::loss::dspark::LossHead;
 use deepspec_models::optimizer::{AdamWConfig, Optimizer, Schedule};
-use deepspec_models::target::TargetEnds;
 use deepspec_models::weights::Weights;
 
 use crate::drafter::{describe, draft_config};
@@ -105,14 +104,15 @@ impl<'a> Training<'a> {
         if let Some(coverage) = &coverage {
             ctx.note(format!("draft vocabulary: {coverage}"));
         }
-        let ends = TargetEnds::load(model.target.config(), &model.weights()?)?;
-        let head = loss_head(&ends, recipe, model, vocabulary)?;
+        let embed_tokens = model.target.embed_tokens().to_dtype(DType::F32)?;
+        let lm_head = output_head(model, &embed_tokens)?;
+        let head = loss_head(&lm_head, recipe, model, vocabulary)?;
         let checkpoints = Checkpoints::new(run.checkpoints(), recipe.train.keep_checkpoints);
         checkpoints.remove_leftovers()?;
         let latest = checkpoints.latest()?;
         let parameters = match &latest {
             Some(found) => checkpoint::parameters(found, &config, head.vocabulary())?,
-            None => initial_parameters(recipe, &config, &cache, model, &ends, head.vocabulary(), ctx)?,
+            None => initial_parameters(recipe, &config, &cache, model, &lm_head, head.vocabulary(), ctx)?,
         };
         let settings = AdamWConfig {
             beta1: 0.9,
@@ -126,8 +126,8 @@ impl<'a> Training<'a> {
             Some(found) => checkpoint::restore(found, &mut optimizer)?,
             None => Pending::default(),
         };
-        let frozen = checkpoint::frozen(&ends, &head)?;
-        let drafter = DSpark::new(config, ends.embed_tokens, ParameterSource::Trainable(&parameters))?;
+        let frozen = checkpoint::frozen(&embed_tokens, &head)?;
+        let drafter = DSpark::new(config, embed_tokens, ParameterSource::Trainable(&parameters))?;
         Ok(Self { recipe, run, cache, checkpoints, parameters, optimizer, pending, drafter, head, frozen, coverage })
     }
 
@@ -206,10 +206,19 @@ impl<'a> Training<'a> {
     }
 }
 
+/// The target's output head `[vocab, hidden]`: its embedding where the two are tied.
+fn output_head(model: &TargetModel, embed_tokens: &Tensor) -> Result<Tensor> {
+    let config = model.target.config();
+    if config.tie_word_embeddings {
+        return Ok(embed_tokens.clone());
+    }
+    Ok(model.weights()?.get("lm_head.weight", &[config.vocab_size, config.hidden_size])?)
+}
+
 /// The target's output head, packed in f32 whatever the target decodes with: gradients want full precision. A target that
 /// decodes with f32 lends its own.
 fn loss_head(
-    ends: &TargetEnds,
+    lm_head: &Tensor,
     recipe: &Recipe,
     model: &TargetModel,
     vocabulary: Option<DraftVocabulary>,
@@ -217,12 +226,12 @@ fn loss_head(
     let packed = match model.target.lm_head() {
         Linear::Frozen { weight } if recipe.target.precision == Precision::F32 => weight.clone(),
         _ => {
-            let (_, inputs) = ends.lm_head.dims2()?;
-            let data: Vec<f32> = ends.lm_head.flatten_all()?.to_vec1()?;
+            let (_, inputs) = lm_head.dims2()?;
+            let data: Vec<f32> = lm_head.flatten_all()?.to_vec1()?;
             Arc::new(Packed::new(&[&data], inputs, None, Packing::F32)?)
         }
     };
-    Ok(LossHead::new(&ends.lm_head, packed, vocabulary)?)
+    Ok(LossHead::new(lm_head, packed, vocabulary)?)
 }
 
 fn initial_parameters(
@@ -230,7 +239,7 @@ fn initial_parameters(
     config: &deepspec_models::config::DraftConfig,
     cache: &Reader,
     model: &TargetModel,
-    ends: &TargetEnds,
+    lm_head: &Tensor,
     vocabulary: Option<&DraftVocabulary>,
     ctx: Context<'_>,
 ) -> Result<Parameters> {
@@ -246,7 +255,7 @@ fn initial_parameters(
     }
     if recipe.init.markov == MarkovInit::Bigram && config.markov_rank > 0 {
         let rows = bigram::rows(cache, model, ctx)?;
-        let (w1, w2) = initialise::bigram_factors(&rows, &ends.lm_head, vocabulary, config.markov_rank)?;
+        let (w1, w2) = initialise::bigram_factors(&rows, lm_head, vocabulary, config.markov_rank)?;
         parameters.insert("markov_head.markov_w1.weight", &w1)?;
         parameters.insert("markov_head.markov_w2.weight", &w2)?;
         ctx.note(format!(
