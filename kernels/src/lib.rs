@@ -8,6 +8,7 @@ pub mod adamw;
 pub mod attention;
 pub mod linear;
 mod matmul;
+pub mod memory;
 mod rms_norm;
 pub mod rope;
 mod rows;
