@@ -79,15 +79,27 @@ impl Session {
         without_first((0..=repeats).map(prefill))
     }
 
-    /// Seconds per pass over all sequences that keeps the outputs of `layers` and the final hidden rows.
-    pub(crate) fn captures(&mut self, sequences: &[Vec<u32>], layers: &[i32], repeats: usize) -> Result<Vec<f64>> {
+    /// Seconds per pass over all sequences, `batch` at a time, that keeps the outputs of `layers` and the final hidden rows;
+    /// the first is not among them.
+    pub(crate) fn captures(
+        &mut self,
+        sequences: &[Vec<u32>],
+        batch: usize,
+        layers: &[i32],
+        repeats: usize,
+    ) -> Result<Vec<f64>> {
         let longest = sequences.iter().map(Vec::len).max().unwrap_or(0);
-        let mut cache = self.target.new_cache(sequences.len(), longest)?;
-        let batch: Vec<NewTokens<'_>> =
-            sequences.iter().enumerate().map(|(slot, tokens)| NewTokens { slot, tokens }).collect();
+        let mut cache = self.target.new_cache(batch.min(sequences.len()), longest)?;
         let pass = |_| {
-            (0..batch.len()).for_each(|slot| cache.truncate(slot, 0));
-            let (time, _) = timed(|| Ok(self.target.forward(&mut cache, &batch, layers)?))?;
+            let (time, ()) = timed(|| {
+                for batch in sequences.chunks(batch.max(1)) {
+                    let new: Vec<NewTokens<'_>> =
+                        batch.iter().enumerate().map(|(slot, tokens)| NewTokens { slot, tokens }).collect();
+                    (0..batch.len()).for_each(|slot| cache.truncate(slot, 0));
+                    self.target.forward(&mut cache, &new, layers)?;
+                }
+                Ok(())
+            })?;
             Ok(time)
         };
         without_first((0..=repeats).map(pass))

@@ -41,8 +41,8 @@ enum Request {
     Rows { precision: Precision, context: Vec<u32>, rows: Vec<u32>, repeats: usize },
     /// Prompts, with logits for the last token.
     Prefill { precision: Precision, tokens: Vec<u32>, repeats: usize },
-    /// Passes over a batch of sequences that keep what a target cache holds.
-    Prepare { precision: Precision, sequences: Vec<Vec<u32>>, layers: Vec<i32>, repeats: usize },
+    /// Passes over sequences, `batch` at a time, that keep what a target cache holds.
+    Prepare { precision: Precision, sequences: Vec<Vec<u32>>, batch: usize, layers: Vec<i32>, repeats: usize },
     /// Steps of training a drafter.
     Train {
         #[serde(flatten)]
@@ -116,8 +116,8 @@ impl Worker {
             Request::Prefill { precision, tokens, repeats } => {
                 seconds(&self.targets.get(precision)?.prefills(&tokens, repeats)?)
             }
-            Request::Prepare { precision, sequences, layers, repeats } => {
-                seconds(&self.targets.get(precision)?.captures(&sequences, &layers, repeats)?)
+            Request::Prepare { precision, sequences, batch, layers, repeats } => {
+                seconds(&self.targets.get(precision)?.captures(&sequences, batch, &layers, repeats)?)
             }
             Request::Train { shape, context, repeats } => self.training(shape, &context)?.steps(repeats)?,
             Request::Dump { shape, context, path } => self.training(shape, &context)?.dump(&path)?,

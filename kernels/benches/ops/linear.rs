@@ -1,0 +1,37 @@
+//! Linear layers of the model in each precision: few rows are bound by reading weights, many by arithmetic.
+
+use deepspec_kernels::linear::{Linear, Precision};
+
+use crate::{Bench, HIDDEN, INTERMEDIATE, VOCAB, Work, random};
+
+const PRECISIONS: &[(&str, Precision)] = &[("f32", Precision::F32), ("bf16", Precision::Bf16)];
+const SHAPES: [(&str, usize, usize); 5] = [
+    ("qkv", HIDDEN, 960),
+    ("o", HIDDEN, HIDDEN),
+    ("gate_up", HIDDEN, 2 * INTERMEDIATE),
+    ("down", INTERMEDIATE, HIDDEN),
+    ("lm_head", HIDDEN, VOCAB),
+];
+const ROWS: [usize; 5] = [1, 4, 8, 16, 512];
+/// Fewer rows than this are told in GB/s.
+const ARITHMETIC_ROWS: usize = 16;
+
+pub(crate) fn run(bench: &mut Bench<'_>) {
+    for (name, inputs, outputs) in SHAPES {
+        let weight = random(1, outputs, inputs);
+        for &(precision_name, precision) in PRECISIONS {
+            let layer = Linear::frozen(&[&weight], None, precision).unwrap();
+            // The output head is never asked for a whole prompt.
+            for rows in ROWS.into_iter().filter(|&rows| rows < 512 || outputs < VOCAB) {
+                let x = random(2, rows, inputs);
+                let work = if rows < ARITHMETIC_ROWS {
+                    Work::Bytes(layer.bytes())
+                } else {
+                    Work::Flops(2 * rows * inputs * outputs)
+                };
+                let full_name = format!("linear {name} {precision_name} {rows} rows");
+                bench.op(&full_name, work, || layer.forward(&x).unwrap());
+            }
+        }
+    }
+}
