@@ -12,7 +12,11 @@ const ROUNDS: usize = 8;
 /// Vectors of accumulators: enough to hide the latency of a multiply-add, few enough for the registers.
 const ACCUMULATORS: usize = 12;
 const STEPS: usize = 1 << 21;
-const READ_BYTES: usize = 256 << 20;
+/// Words read at a time, and words that are fetched ahead of them.
+const CHUNK: usize = 32;
+const AHEAD: usize = 512;
+/// Bytes of the streaming read.
+pub(crate) const READ_BYTES: usize = 256 << 20;
 
 /// Best rates with all threads.
 #[derive(Clone, Copy)]
@@ -100,12 +104,27 @@ fn chains<const LANES: usize>(x: f32, multiply_add: impl Fn(f32, f32, f32) -> f3
 multiversion! {
     /// Sum of all words, which takes one pass over memory.
     fn read(data: &[u64]) -> u64 {
-        let mut sums = [0u64; 32];
-        for chunk in data.chunks_exact(32) {
-            for (sum, value) in sums.iter_mut().zip(chunk) {
-                *sum = sum.wrapping_add(*value);
+        let mut sums = [0u64; CHUNK];
+        for chunk in data.chunks_exact(CHUNK) {
+            fetch(chunk.as_ptr().wrapping_add(AHEAD));
+            for lane in 0..CHUNK {
+                sums[lane] = sums[lane].wrapping_add(chunk[lane]);
             }
         }
         sums.iter().fold(0, |total, sum| total.wrapping_add(*sum))
     }
+}
+
+/// Asks for the cache lines of a chunk.
+#[inline(always)]
+#[expect(clippy::inline_always, reason = "called once per chunk")]
+fn fetch(at: *const u64) {
+    #[cfg(target_arch = "x86_64")]
+    for line in 0..CHUNK / 8 {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        // SAFETY: a prefetch reads nothing, so any address will do.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(at.wrapping_add(8 * line).cast()) };
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = at;
 }
