@@ -8,7 +8,7 @@ use deepspec_kernels::linear::{Linear, Precision};
 use crate::machine::READ_BYTES;
 use crate::{Bench, HIDDEN, INTERMEDIATE, VOCAB, Work, random};
 
-const PRECISIONS: &[(&str, Precision)] = &[("f32", Precision::F32), ("bf16", Precision::Bf16)];
+const PRECISIONS: [Precision; 3] = [Precision::F32, Precision::Bf16, Precision::Q8];
 const SHAPES: [(&str, usize, usize); 5] = [
     ("qkv", HIDDEN, 960),
     ("o", HIDDEN, HIDDEN),
@@ -23,7 +23,8 @@ const ARITHMETIC_ROWS: usize = 16;
 pub(crate) fn run(bench: &mut Bench<'_>) {
     for (name, inputs, outputs) in SHAPES {
         let weight = random(1, outputs, inputs);
-        for &(precision_name, precision) in PRECISIONS {
+        for precision in PRECISIONS {
+            let precision_name = precision.name();
             let layer = || Linear::frozen(&[&weight], None, precision).unwrap();
             let mut layers = vec![layer()];
             let bytes = layers[0].bytes();

@@ -5,6 +5,11 @@
 //!   around it, so verifying a block gives bit for bit what decoding token by token gives.
 //! * [`Linear::trainable`]: the weight stays a candle tensor `[out, in]`, as in checkpoints, and takes part in autograd.
 
+mod aligned;
+#[cfg(target_arch = "x86_64")]
+mod amx;
+mod float;
+mod int8;
 mod packed;
 
 use std::sync::Arc;
@@ -14,6 +19,11 @@ use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, bail};
 pub use packed::{Packed, Precision};
 
 use crate::rows::Rows;
+
+/// Name of the instruction set that eight-bit layers use on this machine.
+pub(crate) fn int8_level() -> &'static str {
+    int8::IntLevel::detect().name()
+}
 
 /// A linear layer; see the module documentation.
 #[derive(Debug, Clone)]
