@@ -98,7 +98,7 @@ impl Worker {
             Request::Info => json!({
                 "version": env!("CARGO_PKG_VERSION"),
                 "precisions": precisions(),
-                "kernels": deepspec_models::instruction_set().name(),
+                "kernels": deepspec_models::instruction_set(),
                 "threads": rayon::current_num_threads(),
             }),
             Request::Tokenize { text } => json!({ "tokens": self.text()?.tokenizer().encode_text(&text)? }),
