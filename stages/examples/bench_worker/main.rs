@@ -74,6 +74,7 @@ fn main() -> Result<()> {
         Some("--table") => true,
         Some(other) => return Err(format!("`{other}`: the only option is `--table`").into()),
     };
+    deepspec_models::keep_freed_memory();
     let mut outcome = Ok(());
     // Inside the pool, as the program itself runs.
     rayon::scope(|_| {
