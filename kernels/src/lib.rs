@@ -7,6 +7,7 @@
 pub mod adamw;
 pub mod attention;
 pub mod linear;
+pub mod logit_row;
 mod matmul;
 pub mod memory;
 mod rms_norm;

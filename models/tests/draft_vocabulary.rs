@@ -343,7 +343,10 @@ fn proposals(drafter: &DSpark, target_head: &Linear, sampling: SamplingParams, p
         let features = random(30 + prompt.len() as u64, prompt.len() - 1, 2 * HIDDEN);
         proposer.observe(&features, &[(slot, prompt.len() - 1)]).unwrap();
     }
-    let request = |slot| DraftRequest { slot, tokens: prompts[slot], most: 4 - slot, sampling: &sampling, seed: 5 };
+    let request = |slot| {
+        let (tokens, most) = (prompts[slot], 4 - slot);
+        DraftRequest { slot, tokens, most, sampling: &sampling, seed: 5, round: 0 }
+    };
     let requests: Vec<DraftRequest<'_>> = (0..prompts.len()).map(request).collect();
     proposer.propose(&requests).unwrap()
 }

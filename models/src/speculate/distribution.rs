@@ -6,6 +6,7 @@
 use std::cmp::Ordering;
 use std::sync::Arc;
 
+use deepspec_kernels::logit_row;
 use serde::{Deserialize, Serialize};
 
 use super::error::SpeculateError;
@@ -95,9 +96,8 @@ impl Distribution {
             return Ok(Self::OneHot(top));
         }
         let maximum = logits[top as usize];
-        let temperature = params.temperature as f32;
         // The largest weight is exactly 1, which is what min-p is relative to.
-        let mut weights: Vec<f32> = logits.iter().map(|&logit| ((logit - maximum) / temperature).exp()).collect();
+        let mut weights = logit_row::powers(logits, maximum, params.temperature as f32);
         if let Some(kept) = kept_tokens(logits, &weights, params) {
             let mut filtered = vec![0.0; weights.len()];
             for token in kept {
@@ -197,28 +197,11 @@ fn position_at(probs: &[f32], u: f64) -> usize {
 /// # Errors
 /// An empty row, a NaN logit, or an infinite maximum.
 pub fn argmax_first(logits: &[f32]) -> Result<u32, SpeculateError> {
-    const LANES: usize = 16;
-    // Independent lanes let the compiler use vector instructions. A comparison skips NaN, so those are looked for apart.
-    let mut lanes = [f32::NEG_INFINITY; LANES];
-    let mut has_nan = [false; LANES];
-    let chunks = logits.chunks_exact(LANES);
-    let tail = chunks.remainder();
-    for chunk in chunks {
-        for lane in 0..LANES {
-            lanes[lane] = if chunk[lane] > lanes[lane] { chunk[lane] } else { lanes[lane] };
-            has_nan[lane] |= chunk[lane].is_nan();
-        }
-    }
-    let maximum = lanes.iter().chain(tail).copied().fold(f32::NEG_INFINITY, f32::max);
-    if (has_nan.contains(&true) || tail.iter().any(|logit| logit.is_nan()))
-        && let Some(token) = logits.iter().position(|logit| logit.is_nan())
-    {
-        return Err(SpeculateError::NanLogit { token });
-    }
-    match logits.iter().position(|&logit| logit == maximum) {
+    match logit_row::argmax(logits) {
         None => Err(SpeculateError::EmptyRow),
-        Some(_) if maximum.is_infinite() => Err(SpeculateError::InfiniteMaximum { value: maximum }),
-        Some(token) => Ok(token as u32),
+        Some((token, value)) if value.is_nan() => Err(SpeculateError::NanLogit { token }),
+        Some((_, value)) if value.is_infinite() => Err(SpeculateError::InfiniteMaximum { value }),
+        Some((token, _)) => Ok(token as u32),
     }
 }
 

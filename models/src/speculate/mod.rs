@@ -16,4 +16,4 @@ pub use distribution::{Distribution, SamplingParams, argmax_first};
 pub use error::SpeculateError;
 pub use propose::{DSparkProposer, DraftRequest, NgramProposer, NoProposer, Proposal, Proposer};
 pub use rng::{CounterRng, Stream};
-pub use verify::{Verdict, accept_probability, residual, verify_block};
+pub use verify::{Verdict, accept_probability, residual, verify_block, verify_lazily};

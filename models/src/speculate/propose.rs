@@ -25,6 +25,8 @@ pub struct DraftRequest<'a> {
     pub sampling: &'a SamplingParams,
     /// Seed of the request.
     pub seed: u64,
+    /// Rounds of the request so far: every round has draws of its own.
+    pub round: u64,
 }
 
 /// Proposed tokens of one request; empty when there is nothing to propose.
@@ -36,6 +38,8 @@ pub struct Proposal {
     pub distributions: Vec<Distribution>,
     /// Logits of each token's survival, given all before it; empty when the proposer has no confidence.
     pub confidence_logits: Vec<f32>,
+    /// Tokens at the end of the text that a lookup found again; 0 for a drafter. Longer matches are accepted more often.
+    pub matched: usize,
 }
 
 /// A source of draft tokens.
@@ -45,6 +49,11 @@ pub trait Proposer {
 
     /// Most tokens of one proposal.
     fn block_size(&self) -> usize;
+
+    /// Whether a proposal costs next to nothing and is a function of the committed tokens alone.
+    fn is_lookup(&self) -> bool {
+        false
+    }
 
     /// Target layers whose outputs [`Proposer::observe`] wants; empty for none.
     fn feature_layers(&self) -> &[i32] {
@@ -103,17 +112,23 @@ impl NgramProposer {
         Self { longest, block_size }
     }
 
-    fn lookup(&self, tokens: &[u32], most: usize) -> Vec<u32> {
+    /// Length of the match and what followed it: one pass over the text, from its end, for all lengths.
+    fn lookup<'t>(&self, tokens: &'t [u32], most: usize) -> (usize, &'t [u32]) {
         let n = tokens.len();
-        for length in (1..=self.longest.min(n.saturating_sub(1))).rev() {
-            let suffix = &tokens[n - length..];
-            // Latest start whose occurrence ends before the last token, so that something follows it.
-            if let Some(start) = (0..n - length).rev().find(|&start| &tokens[start..start + length] == suffix) {
-                let from = start + length;
-                return tokens[from..n.min(from + most)].to_vec();
+        let Some(&anchor) = tokens.last().filter(|_| most > 0) else { return (0, &[]) };
+        let (mut longest, mut from) = (0, n);
+        // An occurrence ends before the last token, so that something follows it.
+        for end in (1..n).rev().filter(|&end| tokens[end - 1] == anchor) {
+            let before = tokens[..end].iter().rev().zip(tokens.iter().rev());
+            let length = before.take(self.longest).take_while(|(earlier, last)| earlier == last).count();
+            if length > longest {
+                (longest, from) = (length, end);
+            }
+            if length == self.longest {
+                break;
             }
         }
-        Vec::new()
+        (longest, &tokens[from..n.min(from + most)])
     }
 }
 
@@ -126,11 +141,15 @@ impl Proposer for NgramProposer {
         self.block_size
     }
 
+    fn is_lookup(&self) -> bool {
+        true
+    }
+
     fn propose(&mut self, requests: &[DraftRequest<'_>]) -> Result<Vec<Proposal>> {
         let propose = |request: &DraftRequest<'_>| {
-            let tokens = self.lookup(request.tokens, self.block_size.min(request.most));
+            let (matched, tokens) = self.lookup(request.tokens, self.block_size.min(request.most));
             let distributions = tokens.iter().map(|&token| Distribution::OneHot(token)).collect();
-            Proposal { tokens, distributions, confidence_logits: Vec::new() }
+            Proposal { tokens: tokens.to_vec(), distributions, confidence_logits: Vec::new(), matched }
         };
         Ok(requests.iter().map(propose).collect())
     }
@@ -235,7 +254,8 @@ impl Proposer for DSparkProposer<'_> {
                     distribution = distribution.over(tokens)?;
                 }
                 let position = (request.tokens.len() + j) as u64;
-                let token = distribution.sample(CounterRng::new(request.seed, Stream::Draft, position).uniform_f64(0));
+                let draws = CounterRng::new(request.seed, Stream::Draft, position);
+                let token = distribution.sample(draws.uniform_f64(request.round));
                 previous_of_row[row] = std::mem::replace(&mut previous[i], token);
                 proposals[i].tokens.push(token);
                 proposals[i].distributions.push(distribution);
@@ -268,18 +288,40 @@ fn host<'a>(storage: &'a Storage, layout: &Layout) -> Result<&'a [f32]> {
 mod tests {
     use super::*;
 
-    fn propose(tokens: &[u32], most: usize) -> Vec<u32> {
-        let request = DraftRequest { slot: 0, tokens, most, sampling: &SamplingParams::greedy(), seed: 0 };
-        NgramProposer::new(4, 7).propose(&[request]).unwrap().remove(0).tokens
+    fn propose(tokens: &[u32], most: usize) -> Proposal {
+        let request = DraftRequest { slot: 0, tokens, most, sampling: &SamplingParams::greedy(), seed: 0, round: 0 };
+        NgramProposer::new(4, 7).propose(&[request]).unwrap().remove(0)
     }
 
     #[test]
     fn ngram_takes_the_longest_suffix_and_its_latest_occurrence() {
-        assert_eq!(propose(&[1, 2, 3, 9, 1, 2, 4, 7, 1, 2], 7), [4, 7, 1, 2]);
-        assert_eq!(propose(&[5, 1, 2, 8, 6, 2, 0, 1, 2], 2), [8, 6]);
-        assert_eq!(propose(&[3, 3, 3], 7), [3]);
-        assert!(propose(&[1, 2, 3], 7).is_empty());
-        assert!(propose(&[1], 7).is_empty());
-        assert!(propose(&[1, 1, 1, 1], 0).is_empty());
+        let found = |tokens, most| {
+            let proposal = propose(tokens, most);
+            (proposal.matched, proposal.tokens)
+        };
+        assert_eq!(found(&[1, 2, 3, 9, 1, 2, 4, 7, 1, 2], 7), (2, vec![4, 7, 1, 2]));
+        assert_eq!(found(&[5, 1, 2, 8, 6, 2, 0, 1, 2], 2), (2, vec![8, 6]));
+        assert_eq!(found(&[3, 3, 3], 7), (2, vec![3]));
+        assert_eq!(found(&[1, 2, 3, 4, 5, 9, 1, 2, 3, 4, 5], 1), (4, vec![9]));
+        assert_eq!(found(&[1, 2, 3], 7), (0, vec![]));
+        assert_eq!(found(&[1], 7), (0, vec![]));
+        assert_eq!(found(&[], 7), (0, vec![]));
+        assert_eq!(found(&[1, 1, 1, 1], 0), (0, vec![]));
+    }
+
+    #[test]
+    fn one_pass_finds_what_a_search_per_length_finds() {
+        for seed in 0..200 {
+            let draws = CounterRng::new(seed, Stream::Init, 0);
+            let tokens: Vec<u32> = (0..60).map(|i| draws.below(i, 4) as u32).collect();
+            let n = tokens.len();
+            let expected = (1..=4).rev().find_map(|length| {
+                let is_match = |&start: &usize| tokens[start..start + length] == tokens[n - length..];
+                (0..n - length).rev().find(is_match).map(|start| (length, start + length))
+            });
+            let found = propose(&tokens, 7);
+            let (matched, from) = expected.unwrap_or((0, n));
+            assert_eq!((found.matched, &found.tokens[..]), (matched, &tokens[from..n.min(from + 7)]), "{tokens:?}");
+        }
     }
 }

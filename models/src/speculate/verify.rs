@@ -4,9 +4,10 @@
 //! residual norm(max(0, p_t − p_d)); if all are accepted, a bonus token is drawn from the target's last row. Greedy decoding
 //! is the same rule on one-hot distributions. The decoding engine calls it once per sequence and round.
 //!
-//! A draw depends on the seed, the purpose and the position of the token in its sequence. A position that is drafted again
-//! in a later round meets the same draft draw, which is harmless: what was drafted after a rejection never reached the
-//! output, so the draws at positions not yet committed are still independent of the committed text.
+//! A draw depends on the seed, the purpose and the position of the token in its sequence; draft draws also on the round, so
+//! that nothing which is remembered of a rejected draft can tell what the next one at the same position will be.
+
+use std::borrow::Cow;
 
 use super::distribution::{Distribution, sum};
 use super::error::SpeculateError;
@@ -109,15 +110,39 @@ pub fn verify_block(
     position: u64,
 ) -> Result<Verdict, SpeculateError> {
     check_block(target, draft, tokens)?;
+    verify_lazily(|k| Ok(Cow::Borrowed(&target[k])), draft, tokens, seed, position)
+}
+
+/// [`verify_block`] with target rows made when they are needed: none is asked for past the first rejected token.
+///
+/// # Errors
+/// As [`verify_block`], and those of `target`.
+pub fn verify_lazily<'a>(
+    mut target: impl FnMut(usize) -> Result<Cow<'a, Distribution>, SpeculateError>,
+    draft: &[Distribution],
+    tokens: &[u32],
+    seed: u64,
+    position: u64,
+) -> Result<Verdict, SpeculateError> {
     let uniform =
         |stream, offset: usize| CounterRng::new(seed, stream, position.wrapping_add(offset as u64)).uniform_f64(0);
-    for (k, &token) in tokens.iter().enumerate() {
-        if uniform(Stream::Accept, k) >= accept_probability(&target[k], &draft[k], token) {
-            let next_token = residual(&target[k], &draft[k])?.sample(uniform(Stream::Target, k));
+    if draft.len() != tokens.len() {
+        let what = "number of draft rows";
+        return Err(SpeculateError::BlockShape {
+            tokens: tokens.len(),
+            what,
+            found: draft.len(),
+            expected: tokens.len(),
+        });
+    }
+    for (k, (&token, draft)) in tokens.iter().zip(draft).enumerate() {
+        let target = target(k)?;
+        if uniform(Stream::Accept, k) >= accept_probability(&target, draft, token) {
+            let next_token = residual(&target, draft)?.sample(uniform(Stream::Target, k));
             return Ok(Verdict { accepted: k, next_token, bonus: false });
         }
     }
-    let next_token = target[tokens.len()].sample(uniform(Stream::Target, tokens.len()));
+    let next_token = target(tokens.len())?.sample(uniform(Stream::Target, tokens.len()));
     Ok(Verdict { accepted: tokens.len(), next_token, bonus: true })
 }
 
