@@ -317,11 +317,25 @@ pub struct EvalRecipe {
     pub confidence_threshold: f64,
     /// Seed of the choice of prompts and of sampling; prompt i is sampled with `seed` + i.
     pub seed: u64,
+    /// Whether each round chooses if and how much to draft and to verify, by running estimates of what pays; if not, every
+    /// proposal is verified whole. The output at temperature 0 and its distribution at others do not depend on it. Optional:
+    /// true.
+    #[serde(default = "adaptive_by_default")]
+    pub adaptive: bool,
     /// Sequences decoded at once.
     pub batch_size: usize,
 }
 
+fn adaptive_by_default() -> bool {
+    true
+}
+
 impl EvalRecipe {
+    /// Whether a proposer among those compared needs the trained drafter.
+    pub fn needs_drafter(&self) -> bool {
+        self.proposers.iter().any(|proposer| proposer.needs_drafter())
+    }
+
     /// How tokens are drawn at one of the temperatures.
     pub fn sampling(&self, temperature: f64) -> SamplingParams {
         SamplingParams { temperature, top_k: self.top_k, top_p: self.top_p, min_p: self.min_p }
@@ -338,6 +352,15 @@ pub enum Proposer {
     Ngram,
     /// The trained drafter.
     Draft,
+    /// In each round the lookup or the drafter, whichever promises more tokens per unit of time.
+    Hybrid,
+}
+
+impl Proposer {
+    /// Whether it drafts with the trained drafter.
+    pub fn needs_drafter(self) -> bool {
+        matches!(self, Self::Draft | Self::Hybrid)
+    }
 }
 
 impl Recipe {

@@ -6,6 +6,7 @@
     reason = "tests read the environment to find golden data and fail as tests do"
 )]
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 
 use candle_core::{DType, Device};
@@ -15,7 +16,7 @@ use deepspec_models::linear::Precision;
 use deepspec_models::speculate::{DSparkProposer, NgramProposer, NoProposer, Proposer, SamplingParams};
 use deepspec_models::target::Target;
 use deepspec_models::weights::Weights;
-use deepspec_stages::engine::{Engine, Finished, Request};
+use deepspec_stages::engine::{Adaptive, Engine, Finished, Request, StepCost, StepCosts};
 use serde_json::Value;
 
 fn golden(part: &str) -> PathBuf {
@@ -162,6 +163,155 @@ fn speculation_and_batching_change_no_token() {
             }
         }
     }
+}
+
+/// Costs of passes of 1, 2, … rows.
+fn costs(seconds: &[f64]) -> StepCosts {
+    let entries = seconds.iter().enumerate().map(|(i, &seconds)| StepCost { rows: i + 1, seconds });
+    StepCosts::new(entries.collect()).unwrap()
+}
+
+/// Tables that make every choice: rows nearly free, rows as dear as steps, only long blocks worthwhile, drafts free or dear.
+fn choosers(target: &Target) -> Vec<(&'static str, Adaptive)> {
+    let jagged = [1.0, 1.5, 1.5, 1.5, 1.5, 1.5, 4.0];
+    vec![
+        ("measured", Adaptive::new(StepCosts::measure(target, 6, 1).unwrap())),
+        ("free rows", Adaptive::fixed(costs(&[1.0, 1.001, 1.002]), 0.0)),
+        ("dear rows", Adaptive::fixed(costs(&[1.0, 1.9, 2.9, 3.9]), 0.0)),
+        ("jagged", Adaptive::fixed(costs(&jagged), 0.1)),
+        ("dear drafts", Adaptive::fixed(costs(&[1.0, 1.1]), 3.0)),
+    ]
+}
+
+#[test]
+fn choosing_lengths_changes_no_token() {
+    let drafter = drafter("decode/dspark_vanilla");
+    for precision in [Precision::F32, Precision::Q8] {
+        let target = target(precision);
+        let vocab = target.config().vocab_size;
+        let requests = || -> Vec<Request> {
+            let with_budget = |(i, p): (usize, Vec<u32>)| request(i as u64, p, 40 + 30 * (i % 3));
+            prompts(vocab).into_iter().enumerate().map(with_budget).collect()
+        };
+        let outputs = |engine: &mut Engine<'_>| -> Vec<Finished> {
+            let mut finished = engine.run(requests(), |_| Ok(())).unwrap();
+            finished.sort_by_key(|done| done.request.id);
+            finished
+        };
+        let plain = outputs(&mut Engine::new(&target, Box::new(NoProposer), 4, 160).unwrap());
+        let (mut lengths, mut fallbacks) = (BTreeSet::new(), 0);
+        for (name, adaptive) in choosers(&target) {
+            for slots in [1, 4] {
+                let lookup = || Box::new(NgramProposer::new(4, 6));
+                let dspark = || Box::new(DSparkProposer::new(&drafter, target.lm_head(), slots, 160).unwrap());
+                for engine in [
+                    Engine::new(&target, lookup(), slots, 160).unwrap(),
+                    Engine::new(&target, dspark(), slots, 160).unwrap(),
+                    Engine::hybrid(&target, lookup(), dspark(), slots, 160).unwrap(),
+                ] {
+                    let mut engine = engine.adapt(adaptive.clone());
+                    for (done, plain) in outputs(&mut engine).into_iter().zip(&plain) {
+                        let proposer = engine.proposer_name();
+                        assert_eq!(done.output, plain.output, "{proposer}, {name}, {slots} slots, {precision:?}");
+                        let stats = done.stats();
+                        fallbacks += stats.fallback_rounds;
+                        assert!(stats.avg_verify_len <= stats.avg_draft_len, "{stats:?}");
+                        lengths.extend(done.rounds.iter().map(|round| (proposer, round.proposed)));
+                    }
+                }
+            }
+        }
+        for proposer in ["ngram", "dspark", "hybrid"] {
+            let met: Vec<usize> = lengths.iter().filter(|(name, _)| *name == proposer).map(|(_, l)| *l).collect();
+            assert!(met.contains(&0) && met.len() >= 4, "{proposer} verified lengths {met:?} in {precision:?}");
+        }
+        assert!(fallbacks > 0, "the drafter was never left out");
+    }
+}
+
+#[test]
+fn a_run_with_fixed_costs_can_be_repeated() {
+    let (target, drafter) = (target(Precision::F32), drafter("decode/dspark_vanilla"));
+    let rounds = || {
+        let lookup = Box::new(NgramProposer::new(4, 6));
+        let dspark = Box::new(DSparkProposer::new(&drafter, target.lm_head(), 3, 160).unwrap());
+        let engine = Engine::hybrid(&target, lookup, dspark, 3, 160).unwrap();
+        let mut engine = engine.adapt(Adaptive::fixed(costs(&[1.0, 1.2, 1.3, 1.6]), 0.2));
+        let mut all: Vec<Request> = prompts(target.config().vocab_size)
+            .into_iter()
+            .enumerate()
+            .map(|(i, p)| request(i as u64, p, 60))
+            .collect();
+        all.iter_mut().for_each(|request| request.sampling.temperature = 0.7);
+        let finished = engine.run(all, |_| Ok(())).unwrap();
+        finished.into_iter().map(|done| (done.output, done.rounds)).collect::<Vec<_>>()
+    };
+    assert_eq!(rounds(), rounds());
+}
+
+/// Two-sample chi-square, as a standard score (Wilson–Hilferty), of the tokens that the first rounds of a short answer write:
+/// with lengths chosen by confidences at hostile costs, and by plain decoding.
+#[test]
+fn choosing_lengths_keeps_the_distribution() {
+    const ANSWERS: u64 = 6000;
+    let (target, drafter) = (target(Precision::F32), drafter("decode/dspark_vanilla"));
+    let requests = |seed: u64| -> Vec<Request> {
+        let one = |id: u64| {
+            // One token from the prompt, four from rounds; the text holds repeats for the lookup.
+            let mut request = request(id, vec![5, 9, 5, 9, 7, 5, 9], 5);
+            request.seed = seed + id;
+            request.sampling = SamplingParams { temperature: 4.0, top_k: 4, ..SamplingParams::default() };
+            request
+        };
+        (0..ANSWERS).map(one).collect()
+    };
+    let counts = |mut engine: Engine<'_>, seed: u64| -> (BTreeMap<Vec<u32>, f64>, BTreeSet<(usize, usize)>) {
+        let (mut counts, mut lengths) = (BTreeMap::new(), BTreeSet::new());
+        for done in engine.run(requests(seed), |_| Ok(())).unwrap() {
+            *counts.entry(done.output[..4].to_vec()).or_insert(0.0) += 1.0;
+            lengths.extend(done.rounds.iter().map(|round| (round.block.len(), round.proposed)));
+        }
+        (counts, lengths)
+    };
+    let (plain, _) = counts(Engine::new(&target, Box::new(NoProposer), 8, 16).unwrap(), 1 << 20);
+    let dspark = || Box::new(DSparkProposer::new(&drafter, target.lm_head(), 8, 16).unwrap());
+    for (name, seconds, draft_s) in
+        [("steep", [1.0, 1.35, 1.7, 2.05, 2.4], 0.0), ("jagged", [1.0, 1.6, 1.65, 1.7, 1.75], 0.05)]
+    {
+        for is_hybrid in [false, true] {
+            let engine = if is_hybrid {
+                Engine::hybrid(&target, Box::new(NgramProposer::new(2, 3)), dspark(), 8, 16)
+            } else {
+                Engine::new(&target, dspark(), 8, 16)
+            };
+            let seconds = StepCosts::new((0..5).map(|i| StepCost { rows: 8 * i + 1, seconds: seconds[i] }).collect());
+            let adaptive = Adaptive::fixed(seconds.unwrap(), draft_s);
+            let (found, lengths) = counts(engine.unwrap().adapt(adaptive), 1 << 30);
+            assert!(lengths.len() > 4, "{name}: hardly a choice, {lengths:?}");
+            let score = two_sample_score(&plain, &found);
+            assert!(score.abs() < 3.7, "{name}, hybrid {is_hybrid}: score {score}");
+        }
+    }
+}
+
+fn two_sample_score(left: &BTreeMap<Vec<u32>, f64>, right: &BTreeMap<Vec<u32>, f64>) -> f64 {
+    let keys: BTreeSet<&Vec<u32>> = left.keys().chain(right.keys()).collect();
+    let (mut cells, mut pool) = (Vec::new(), (0.0, 0.0));
+    for key in keys {
+        let (l, r) = (left.get(key).copied().unwrap_or(0.0), right.get(key).copied().unwrap_or(0.0));
+        if l + r < 20.0 {
+            pool = (pool.0 + l, pool.1 + r);
+        } else {
+            cells.push((l, r));
+        }
+    }
+    cells.push(pool);
+    // Both samples are of one size.
+    let statistic: f64 = cells.iter().filter(|(l, r)| l + r > 0.0).map(|(l, r)| (l - r).powi(2) / (l + r)).sum();
+    let freedom = (cells.len() - 1) as f64;
+    assert!(freedom > 20.0, "{freedom} degrees of freedom");
+    let spread = 2.0 / (9.0 * freedom);
+    ((statistic / freedom).cbrt() - (1.0 - spread)) / spread.sqrt()
 }
 
 #[test]

@@ -113,7 +113,14 @@ impl Bench {
 
     fn recipe(&self, overrides: &[&str]) -> Recipe {
         let prompts = format!("eval.prompts=[{:?}]", self.folder.path().join("tiny.jsonl").to_str().unwrap());
-        let fixed = [&prompts, "eval.limit=none", "eval.max_new_tokens=24", "eval.temperatures=[0.0, 0.8]"];
+        // Which tokens are verified must not depend on the clock where runs are compared.
+        let fixed = [
+            &prompts,
+            "eval.limit=none",
+            "eval.max_new_tokens=24",
+            "eval.temperatures=[0.0, 0.8]",
+            "eval.adaptive=false",
+        ];
         let overrides: Vec<String> = fixed.into_iter().chain(overrides.iter().copied()).map(str::to_owned).collect();
         Recipe::open("quickstart", &overrides).unwrap()
     }
@@ -211,7 +218,15 @@ fn an_evaluation_finds_and_writes_what_it_says() {
     assert_eq!(read.tables(), outcome.tables());
 
     let tables = outcome.tables();
-    assert_eq!(tables.len(), 2);
+    assert_eq!(tables.len(), 5, "summary and cost per temperature, and the cost of passes");
+    assert_eq!(tables[1].header, ["", "draft ms", "verify ms", "other ms", "round ms", "break-even tau", "tau"]);
+    let costs = |row: usize| outcome.temperatures[0].all.proposers[row].round_cost.unwrap();
+    assert_eq!(costs(0).break_even_tau, None);
+    assert!(costs(2).draft_ms > 0.0 && costs(2).break_even_tau.unwrap() > 0.0);
+    let parts = costs(2).draft_ms + costs(2).verify_ms + costs(2).other_ms;
+    assert!((parts - costs(2).round_ms).abs() < 1e-9);
+    assert_eq!(outcome.step_costs.iter().map(|cost| cost.rows).collect::<Vec<_>>(), [1, 2, 3, 4, 5, 6]);
+    assert_eq!(tables[4].rows[1][..2], ["ratio to 1 row", "1.00"]);
     assert_eq!(tables[0].header[..4], ["", "tau", "accept@1", "accept@2"]);
     assert_eq!(tables[0].rows.iter().map(|row| row[0].as_str()).collect::<Vec<_>>(), ["plain", "ngram", "dspark"]);
     assert!(tables[0].rows.iter().all(|row| row.len() == tables[0].header.len()));
@@ -233,6 +248,28 @@ fn an_evaluation_finds_and_writes_what_it_says() {
     assert!(html.contains("a &lt;test&gt; machine") && !html.contains("<test>"));
     assert_eq!(html.matches("<svg").count(), 8);
     assert!(!html.contains("NaN") && !html.contains("inf\""));
+}
+
+#[test]
+fn an_adaptive_evaluation_compares_all_four_and_loses_nothing() {
+    let bench = Bench::new();
+    let out = bench.out("adaptive");
+    let overrides = [
+        "eval.adaptive=true",
+        "eval.temperatures=[0.0]",
+        "eval.max_new_tokens=60",
+        "eval.proposers=[\"plain\", \"ngram\", \"draft\", \"hybrid\"]",
+    ];
+    let (outcome, _) = bench.run(&out, &overrides);
+    assert_eq!((outcome.lossless, outcome.compared), (Some(true), 12));
+    let names: Vec<&str> = outcome.temperatures[0].all.proposers.iter().map(|found| found.name.as_str()).collect();
+    assert_eq!(names, ["plain", "ngram", "dspark", "hybrid"]);
+    let tables = outcome.tables();
+    assert_eq!(bench.run(&out, &overrides).0.tables(), tables, "costs are kept with the answers");
+    let html = fs_err::read_to_string(out.join("report.html")).unwrap();
+    assert!(html.contains("Cost of a target pass") && html.contains("<dd>adaptive</dd>"));
+    let error = bench.run_until(&bench.out("none"), &overrides[3..], None, None).0.unwrap_err().to_string();
+    assert!(error.contains("`hybrid`"), "{error}");
 }
 
 #[test]
@@ -348,7 +385,7 @@ impl Proposer for Oracle {
             let from = request.tokens.len() - self.1;
             let tokens: Vec<u32> = self.0[from..].iter().copied().take(5.min(request.most)).collect();
             let distributions = tokens.iter().map(|&token| Distribution::OneHot(token)).collect();
-            Proposal { tokens, distributions, confidence_logits: Vec::new() }
+            Proposal { tokens, distributions, ..Proposal::default() }
         };
         Ok(requests.iter().map(propose).collect())
     }

@@ -6,7 +6,7 @@ use anyhow::Context as _;
 use deepspec_stages::drafter::{describe, load_drafter};
 use deepspec_stages::eval::{self, EvalOutcome};
 use deepspec_stages::progress::Context;
-use deepspec_stages::recipe::{PromptSource, Proposer};
+use deepspec_stages::recipe::PromptSource;
 use deepspec_stages::train::latest_checkpoint;
 
 use super::setup::Setup;
@@ -32,7 +32,7 @@ pub(super) fn run(arguments: &EvalArguments, printer: &Printer, context: Context
         Some(folder) => Some(folder.clone()),
         None => latest_checkpoint(&run)?,
     };
-    let wanted = setup.recipe.eval.proposers.contains(&Proposer::Draft);
+    let wanted = setup.recipe.eval.needs_drafter();
     let drafter = match checkpoint.filter(|_| wanted) {
         Some(folder) => {
             let drafter = load_drafter(&folder, model.target.config(), setup.recipe.draft.precision)?;

@@ -12,6 +12,7 @@ pub mod verify;
 #[cfg(test)]
 mod tests;
 
+pub use deepspec_kernels::logit_row::top_gap;
 pub use distribution::{Distribution, SamplingParams, argmax_first};
 pub use error::SpeculateError;
 pub use propose::{DSparkProposer, DraftRequest, NgramProposer, NoProposer, Proposal, Proposer};

@@ -277,10 +277,13 @@ impl Proposer for DSparkProposer<'_> {
 }
 
 /// Values of rows that lie in host memory.
-fn host<'a>(storage: &'a Storage, layout: &Layout) -> Result<&'a [f32]> {
+///
+/// # Errors
+/// When they lie elsewhere, are not contiguous, or not f32.
+pub fn host<'a>(storage: &'a Storage, layout: &Layout) -> Result<&'a [f32]> {
     match (storage, layout.contiguous_offsets()) {
         (Storage::Cpu(storage), Some((from, to))) => Ok(&storage.as_slice::<f32>()?[from..to]),
-        _ => Err(Error::Batch("draft logits that are not rows in host memory".into())),
+        _ => Err(Error::Batch("logits that are not rows in host memory".into())),
     }
 }
 

@@ -5,11 +5,17 @@
 //! tokens are committed one by one through the `commit` function; the rest is rolled back by moving a length.
 //!
 //! What a sequence emits depends on its own request alone: kernels compute each row in one order of operations whatever
-//! the batch, and random numbers are keyed by (seed, purpose, position).
+//! the batch, and random numbers are keyed by (seed, purpose, position). With [`Engine::adapt`] that still holds for greedy
+//! decoding; a sampled text then also depends on the clock, its distribution does not (see [`adaptive`]).
 
+pub mod adaptive;
 pub mod commit;
+mod draft;
+mod estimates;
+mod length;
 pub mod round;
 pub mod sequence;
+pub mod step_costs;
 
 use std::collections::VecDeque;
 use std::time::Instant;
@@ -18,7 +24,9 @@ use deepspec_models::kv_cache::KvCache;
 use deepspec_models::speculate::Proposer;
 use deepspec_models::target::Target;
 
-pub use sequence::{FinishReason, Finished, Request, RoundRecord};
+pub use adaptive::Adaptive;
+pub use sequence::{FinishReason, Finished, Request, RequestStats, RoundRecord};
+pub use step_costs::{StepCost, StepCosts};
 
 use crate::error::{Error, Result};
 use sequence::Sequence;
@@ -26,10 +34,12 @@ use sequence::Sequence;
 /// Prompt tokens of one sequence that a step reads at most.
 const PREFILL_CHUNK: usize = 256;
 
-/// Wall-clock time spent since the engine was made.
+/// Wall-clock time of a number of steps.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct PhaseTimes {
-    /// Drafting, in seconds.
+    /// Steps.
+    pub steps: u64,
+    /// Drafting, in seconds; what the drafter has to be told of the committed tokens first is part of it.
     pub draft_s: f64,
     /// Target forward passes, in seconds.
     pub target_s: f64,
@@ -41,6 +51,13 @@ impl PhaseTimes {
     /// All phases together, in seconds.
     pub fn total_s(&self) -> f64 {
         self.draft_s + self.target_s + self.other_s
+    }
+
+    fn add(&mut self, step: Self) {
+        self.steps += step.steps;
+        self.draft_s += step.draft_s;
+        self.target_s += step.target_s;
+        self.other_s += step.other_s;
     }
 }
 
@@ -55,15 +72,18 @@ pub struct Update {
     pub finished: Option<Finished>,
 }
 
-/// The engine over one target and one proposer.
+/// The engine over one target and its proposers.
 pub struct Engine<'a> {
     target: &'a Target,
-    proposer: Box<dyn Proposer + 'a>,
+    /// In the order in which they are asked.
+    sources: Vec<Box<dyn Proposer + 'a>>,
+    adaptive: Option<Adaptive>,
     cache: KvCache,
     free: Vec<usize>,
     active: Vec<Sequence>,
     waiting: VecDeque<Request>,
     times: PhaseTimes,
+    round_times: PhaseTimes,
 }
 
 impl<'a> Engine<'a> {
@@ -72,16 +92,53 @@ impl<'a> Engine<'a> {
     /// # Errors
     /// When the memory cannot be had.
     pub fn new(target: &'a Target, proposer: Box<dyn Proposer + 'a>, slots: usize, capacity: usize) -> Result<Self> {
+        Self::with_sources(target, vec![proposer], slots, capacity)
+    }
+
+    /// An engine in which the lookup is asked first and the drafter where it finds nothing; with [`Engine::adapt`], where
+    /// the drafter promises more tokens per unit of time.
+    ///
+    /// # Errors
+    /// When the memory cannot be had.
+    pub fn hybrid(
+        target: &'a Target,
+        lookup: Box<dyn Proposer + 'a>,
+        drafter: Box<dyn Proposer + 'a>,
+        slots: usize,
+        capacity: usize,
+    ) -> Result<Self> {
+        if !lookup.is_lookup() || drafter.is_lookup() {
+            let (first, second) = (lookup.name(), drafter.name());
+            return Err(Error::Engine(format!("a hybrid of `{first}` and `{second}`, not of a lookup and a drafter")));
+        }
+        Self::with_sources(target, vec![lookup, drafter], slots, capacity)
+    }
+
+    fn with_sources(
+        target: &'a Target,
+        sources: Vec<Box<dyn Proposer + 'a>>,
+        slots: usize,
+        capacity: usize,
+    ) -> Result<Self> {
         let cache = target.new_cache(slots, capacity)?;
         Ok(Self {
             target,
-            proposer,
+            sources,
+            adaptive: None,
             cache,
             free: (0..slots).rev().collect(),
             active: Vec::new(),
             waiting: VecDeque::new(),
             times: PhaseTimes::default(),
+            round_times: PhaseTimes::default(),
         })
+    }
+
+    /// Lets the engine choose in each round whether to draft and how much to verify, instead of always all.
+    #[must_use]
+    pub fn adapt(mut self, adaptive: Adaptive) -> Self {
+        self.adaptive = Some(adaptive);
+        self
     }
 
     /// Queues a request.
@@ -131,9 +188,17 @@ impl<'a> Engine<'a> {
         self.times
     }
 
+    /// Time spent in steps in which no prompt was read: what rounds cost.
+    pub fn round_times(&self) -> PhaseTimes {
+        self.round_times
+    }
+
     /// Name of the proposer.
     pub fn proposer_name(&self) -> &'static str {
-        self.proposer.name()
+        match &self.sources[..] {
+            [only] => only.name(),
+            _ => "hybrid",
+        }
     }
 
     /// Drops a request, waiting or in work, and frees its slot; returns whether it was there.
@@ -155,10 +220,17 @@ impl<'a> Engine<'a> {
     pub fn step(&mut self) -> Result<Vec<Update>> {
         let started = Instant::now();
         let mut updates = self.admit();
-        if !self.active.is_empty() {
-            updates.extend(self.round()?);
+        if self.active.is_empty() {
+            return Ok(updates);
         }
-        self.times.other_s += started.elapsed().as_secs_f64();
+        let is_reading = self.active.iter().any(Sequence::is_prefilling);
+        let (news, mut times) = self.round()?;
+        updates.extend(news);
+        times.other_s = started.elapsed().as_secs_f64() - times.draft_s - times.target_s;
+        self.times.add(times);
+        if !is_reading {
+            self.round_times.add(times);
+        }
         Ok(updates)
     }
 
@@ -207,7 +279,9 @@ impl<'a> Engine<'a> {
 
     fn release(&mut self, slot: usize) {
         self.cache.truncate(slot, 0);
-        self.proposer.release(slot);
+        for source in &mut self.sources {
+            source.release(slot);
+        }
         self.free.push(slot);
     }
 }

@@ -1,153 +1,126 @@
 //! One step over all sequences in work: draft → choose how much to verify → one target forward → accept → commit.
 
+use std::borrow::Cow;
+use std::ops::Range;
 use std::time::Instant;
 
 use candle_core::Tensor;
-use deepspec_models::speculate::{Distribution, DraftRequest, Proposal, verify_block};
-use deepspec_models::target::{NewTokens, select_rows};
+use deepspec_models::speculate::propose::host;
+use deepspec_models::speculate::{Distribution, top_gap, verify_lazily};
+use deepspec_models::target::NewTokens;
 
+use super::adaptive::StepTimes;
 use super::commit::commit;
+use super::draft::{Draft, Drafts};
 use super::sequence::{FinishReason, RoundRecord, Sequence};
-use super::{Engine, PREFILL_CHUNK, Update};
-use crate::error::{Error, Result};
+use super::{Engine, PREFILL_CHUNK, PhaseTimes, Update};
+use crate::error::Result;
 
 /// What one sequence runs through the target in this step.
 struct Turn {
     tokens: Vec<u32>,
-    proposal: Proposal,
     /// Rows of the batch whose logits are needed, relative to the turn's first row.
-    logits: std::ops::Range<usize>,
-    block: Vec<u32>,
-    block_confidence: Vec<f32>,
+    logits: Range<usize>,
+    /// Empty while the sequence is still reading its prompt.
+    draft: Draft,
+    is_round: bool,
 }
 
 impl Engine<'_> {
-    pub(super) fn round(&mut self) -> Result<Vec<Update>> {
+    /// Runs one step; the time of its draft and of its target pass.
+    pub(super) fn round(&mut self) -> Result<(Vec<Update>, PhaseTimes)> {
         let begun = Instant::now();
-        let proposals = self.draft()?;
+        let Drafts { all, has_backlog } = self.draft()?;
         let drafted = Instant::now();
         let turns: Vec<Turn> =
-            self.active.iter().zip(proposals).map(|(sequence, proposal)| self.turn(sequence, proposal)).collect();
+            self.active.iter().zip(all).map(|(sequence, draft)| self.turn(sequence, draft)).collect();
         let batch: Vec<NewTokens<'_>> = self
             .active
             .iter()
             .zip(&turns)
             .map(|(sequence, turn)| NewTokens { slot: sequence.slot, tokens: &turn.tokens })
             .collect();
-        let capture = self.proposer.feature_layers().to_vec();
-        let rows = self.target.forward(&mut self.cache, &batch, &capture)?;
+        let capture = self.sources.iter().map(|source| source.feature_layers()).find(|layers| !layers.is_empty());
+        let rows = self.target.forward(&mut self.cache, &batch, capture.unwrap_or_default())?;
         let mut wanted = Vec::new();
-        let mut first = 0;
+        let mut row_count = 0;
         for turn in &turns {
-            wanted.extend(turn.logits.clone().map(|row| first + row));
-            first += turn.tokens.len();
+            wanted.extend(turn.logits.clone().map(|row| row_count + row));
+            row_count += turn.tokens.len();
         }
-        let logits: Vec<Vec<f32>> =
-            if wanted.is_empty() { Vec::new() } else { self.target.logits(&rows.hidden, &wanted)?.to_vec2()? };
+        let logits = if wanted.is_empty() { None } else { Some(self.target.logits(&rows.hidden, &wanted)?) };
         let verified = Instant::now();
-        let updates = self.accept(&turns, &logits, rows.features.as_ref())?;
-        let draft = (drafted - begun).as_secs_f64();
-        let target = (verified - drafted).as_secs_f64();
-        self.times.draft_s += draft;
-        self.times.target_s += target;
-        // `step` adds the whole step to the rest.
-        self.times.other_s -= draft + target;
-        Ok(updates)
+        let (is_reading, load) = (turns.iter().any(|turn| !turn.is_round), turns.len());
+        let blocks: Vec<usize> = turns.iter().map(|turn| turn.draft.drafted).filter(|&slots| slots > 0).collect();
+        let updates = self.accept(turns, logits.as_ref(), rows.features.as_ref())?;
+        let times = PhaseTimes {
+            steps: 1,
+            draft_s: (drafted - begun).as_secs_f64(),
+            target_s: (verified - drafted).as_secs_f64(),
+            other_s: verified.elapsed().as_secs_f64(),
+        };
+        if let Some(adaptive) = self.adaptive.as_mut().filter(|_| !is_reading) {
+            let usual = !has_backlog && !blocks.is_empty();
+            adaptive.observe_times(StepTimes {
+                load,
+                rows: row_count,
+                target_s: times.target_s,
+                other_s: times.other_s,
+                draft: usual.then(|| (blocks.len(), blocks.iter().sum(), times.draft_s)),
+            });
+        }
+        Ok((updates, times))
     }
 
-    /// Proposals for all sequences, empty for those that are still reading their prompt.
-    fn draft(&mut self) -> Result<Vec<Proposal>> {
-        let mut proposals = vec![Proposal::default(); self.active.len()];
-        if self.proposer.block_size() == 0 {
-            return Ok(proposals);
-        }
-        let (places, requests): (Vec<usize>, Vec<DraftRequest<'_>>) = self
-            .active
-            .iter()
-            .enumerate()
-            .filter(|(_, sequence)| !sequence.is_prefilling())
-            .map(|(place, sequence)| {
-                let request = DraftRequest {
-                    slot: sequence.slot,
-                    tokens: &sequence.tokens,
-                    // The target adds one token of its own to whatever is accepted.
-                    most: sequence.remaining() - 1,
-                    sampling: &sequence.request.sampling,
-                    seed: sequence.request.seed,
-                };
-                (place, request)
-            })
-            .unzip();
-        if requests.is_empty() {
-            return Ok(proposals);
-        }
-        let drafted = self.proposer.propose(&requests)?;
-        if drafted.len() != requests.len() {
-            return Err(Error::Engine(format!("{} proposals for {} requests", drafted.len(), requests.len())));
-        }
-        for (place, proposal) in places.into_iter().zip(drafted) {
-            proposals[place] = proposal;
-        }
-        Ok(proposals)
-    }
-
-    fn turn(&self, sequence: &Sequence, mut proposal: Proposal) -> Turn {
+    fn turn(&self, sequence: &Sequence, draft: Draft) -> Turn {
         let known = self.cache.len(sequence.slot);
         if sequence.is_prefilling() {
             let end = sequence.tokens.len().min(known + PREFILL_CHUNK);
             let tokens = sequence.tokens[known..end].to_vec();
             let complete = end == sequence.tokens.len();
             let logits = if complete { tokens.len() - 1..tokens.len() } else { 0..0 };
-            return Turn { tokens, proposal, logits, block: Vec::new(), block_confidence: Vec::new() };
+            return Turn { tokens, logits, draft, is_round: false };
         }
-        let block = proposal.tokens.clone();
-        let block_confidence = proposal.confidence_logits.clone();
-        let admitted = gate(&proposal, sequence.request.confidence_threshold);
-        proposal.tokens.truncate(admitted);
-        proposal.distributions.truncate(admitted);
-        let mut tokens = sequence.tokens[known..].to_vec();
-        tokens.extend(&proposal.tokens);
-        Turn { logits: 0..tokens.len(), tokens, proposal, block, block_confidence }
+        let tokens = [&sequence.tokens[known..], &draft.proposal.tokens[..draft.admitted]].concat();
+        Turn { logits: 0..tokens.len(), tokens, draft, is_round: true }
     }
 
-    /// Accepts or resamples per sequence, commits, rolls caches back, and hands committed features to the proposer.
-    fn accept(&mut self, turns: &[Turn], logits: &[Vec<f32>], features: Option<&Tensor>) -> Result<Vec<Update>> {
+    /// Accepts or resamples per sequence, commits, rolls caches back, and keeps committed features for a drafter.
+    fn accept(&mut self, turns: Vec<Turn>, logits: Option<&Tensor>, features: Option<&Tensor>) -> Result<Vec<Update>> {
         let mut updates = Vec::new();
         let mut ended: Vec<Option<FinishReason>> = vec![None; self.active.len()];
-        let mut kept_rows = Vec::new();
-        let mut commits = Vec::new();
+        let logits = logits.map(Tensor::storage_and_layout);
+        let logits = logits.as_ref().map(|(storage, layout)| host(storage, layout)).transpose()?.unwrap_or_default();
+        let vocab = self.target.config().vocab_size;
         let (mut first_row, mut first_logits) = (0, 0);
+        let load = turns.len();
         for (i, (sequence, turn)) in self.active.iter_mut().zip(turns).enumerate() {
-            let rows = &logits[first_logits..first_logits + turn.logits.len()];
+            let row_count = turn.tokens.len();
+            let rows = &logits[first_logits * vocab..(first_logits + turn.logits.len()) * vocab];
             first_logits += turn.logits.len();
-            let was_prefilling = sequence.is_prefilling();
-            let mut kept = turn.tokens.len();
+            let mut kept = row_count;
             if !rows.is_empty() {
-                let (accepted, tokens) = decide(sequence, turn, rows)?;
-                let before = sequence.tokens.len();
+                let (accepted, tokens) = decide(sequence, &turn.draft, rows, vocab)?;
                 let (count, reason) = commit(sequence, &tokens);
-                if !was_prefilling {
+                if turn.is_round {
                     // The anchor and the accepted tokens stay; the target's own token is the next anchor.
                     kept = 1 + accepted;
-                    let length = self.cache.len(sequence.slot) - turn.tokens.len() + kept;
+                    let length = self.cache.len(sequence.slot) - row_count + kept;
                     self.cache.truncate(sequence.slot, length);
-                    sequence.rounds.push(record(turn, accepted, count, reason));
+                    if let Some(adaptive) = &mut self.adaptive {
+                        let Draft { proposal, admitted, drafted, .. } = &turn.draft;
+                        adaptive.observe(&mut sequence.estimates, proposal, [*admitted, accepted, *drafted], load);
+                    }
+                    sequence.rounds.push(record(turn.draft, accepted, count, reason));
                 }
                 ended[i] = reason;
-                let tokens = sequence.tokens[before..].to_vec();
+                let tokens = sequence.tokens[sequence.tokens.len() - count..].to_vec();
                 updates.push(Update { id: sequence.request.id, tokens, finished: None });
             }
-            if ended[i].is_none() {
-                kept_rows.extend(first_row..first_row + kept);
-                commits.push((sequence.slot, kept));
+            if let Some(features) = features.filter(|_| ended[i].is_none()) {
+                sequence.unseen.push(features.narrow(0, first_row, kept)?);
             }
-            first_row += turn.tokens.len();
-        }
-        if let Some(features) = features
-            && !commits.is_empty()
-        {
-            let kept = if kept_rows.len() == first_row { features.clone() } else { select_rows(features, &kept_rows)? };
-            self.proposer.observe(&kept, &commits)?;
+            first_row += row_count;
         }
         self.retire(&ended, &mut updates);
         Ok(updates)
@@ -166,55 +139,34 @@ impl Engine<'_> {
     }
 }
 
-/// Length of the longest prefix whose confidences all reach the threshold. It looks at each token's own confidence, which
-/// depends only on what precedes that token, so the choice does not bias the output.
-fn gate(proposal: &Proposal, threshold: f32) -> usize {
-    if threshold <= 0.0 || proposal.confidence_logits.is_empty() {
-        return proposal.tokens.len();
-    }
-    let low = |logit: &f32| 1.0 / (1.0 + (-logit).exp()) < threshold;
-    proposal.confidence_logits.iter().position(low).unwrap_or(proposal.tokens.len())
-}
-
 /// Number of accepted tokens, and the tokens to commit: the accepted ones and the target's own.
-fn decide(sequence: &mut Sequence, turn: &Turn, rows: &[Vec<f32>]) -> Result<(usize, Vec<u32>)> {
-    let sampling = &sequence.request.sampling;
-    let target: Vec<Distribution> =
-        rows.iter().map(|row| Distribution::from_logits(row, sampling)).collect::<Result<_, _>>()?;
-    let position = sequence.tokens.len() as u64;
-    let proposal = &turn.proposal;
-    let verdict = verify_block(&target, &proposal.distributions, &proposal.tokens, sequence.request.seed, position)?;
-    if sampling.is_greedy() {
-        for row in &rows[..=verdict.accepted] {
-            sequence.min_margin = sequence.min_margin.min(margin(row));
+///
+/// # Shapes
+/// `rows`: one row of `vocab` logits for the anchor and for each verified token.
+fn decide(sequence: &mut Sequence, draft: &Draft, rows: &[f32], vocab: usize) -> Result<(usize, Vec<u32>)> {
+    let Sequence { request, tokens, min_margin, .. } = sequence;
+    let sampling = &request.sampling;
+    let proposed = &draft.proposal.tokens[..draft.admitted];
+    let target = |k: usize| {
+        let row = &rows[k * vocab..(k + 1) * vocab];
+        if sampling.is_greedy() {
+            *min_margin = min_margin.min(top_gap(row));
         }
-    }
-    let mut tokens = proposal.tokens[..verdict.accepted].to_vec();
-    tokens.push(verdict.next_token);
-    Ok((verdict.accepted, tokens))
+        Distribution::from_logits(row, sampling).map(Cow::Owned)
+    };
+    let distributions = &draft.proposal.distributions[..draft.admitted];
+    let verdict = verify_lazily(target, distributions, proposed, request.seed, tokens.len() as u64)?;
+    Ok((verdict.accepted, [&proposed[..verdict.accepted], &[verdict.next_token]].concat()))
 }
 
-/// Gap between the two largest logits.
-fn margin(row: &[f32]) -> f32 {
-    let (mut best, mut second) = (f32::NEG_INFINITY, f32::NEG_INFINITY);
-    for &logit in row {
-        if logit > best {
-            (best, second) = (logit, best);
-        } else if logit > second {
-            second = logit;
-        }
-    }
-    best - second
-}
-
-fn record(turn: &Turn, accepted: usize, committed: usize, reason: Option<FinishReason>) -> RoundRecord {
-    let proposed = turn.proposal.tokens.len();
+fn record(draft: Draft, accepted: usize, committed: usize, reason: Option<FinishReason>) -> RoundRecord {
     let stopped_early = reason == Some(FinishReason::Stop) && committed <= accepted;
     RoundRecord {
-        proposed: if stopped_early { committed } else { proposed },
+        proposed: if stopped_early { committed } else { draft.admitted },
         accepted: accepted.min(committed),
         committed,
-        confidence_logits: turn.block_confidence.clone(),
-        block: turn.block.clone(),
+        confidence_logits: draft.proposal.confidence_logits,
+        block: draft.proposal.tokens,
+        is_fallback: draft.is_fallback,
     }
 }

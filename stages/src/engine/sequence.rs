@@ -2,7 +2,10 @@
 
 use std::sync::Arc;
 
+use candle_core::Tensor;
 use deepspec_models::speculate::SamplingParams;
+
+use super::estimates::Estimates;
 
 /// One generation to do.
 #[derive(Debug, Clone)]
@@ -56,6 +59,27 @@ pub struct RoundRecord {
     pub confidence_logits: Vec<f32>,
     /// The whole block before the gate.
     pub block: Vec<u32>,
+    /// Whether a drafter was left out because it did not pay.
+    pub is_fallback: bool,
+}
+
+/// What speculation did for a request.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct RequestStats {
+    /// Whether a drafter was left out in the last round because it did not pay.
+    pub is_fallback: bool,
+    /// Rounds in which it was.
+    pub fallback_rounds: usize,
+    /// Drafted tokens / rounds; 0 without rounds, as below.
+    pub avg_draft_len: f64,
+    /// Verified tokens / rounds.
+    pub avg_verify_len: f64,
+    /// Accepted / verified tokens; 0 where none was verified.
+    pub draft_accept_rate: f64,
+    /// Rounds in which a verified token was rejected.
+    pub rollback_count: usize,
+    /// Committed tokens / rounds.
+    pub tau: f64,
 }
 
 /// A finished sequence.
@@ -73,6 +97,24 @@ pub struct Finished {
     pub min_margin: f32,
 }
 
+impl Finished {
+    /// What speculation did for it.
+    pub fn stats(&self) -> RequestStats {
+        let sum = |part: fn(&RoundRecord) -> usize| self.rounds.iter().map(part).sum::<usize>();
+        let mean = |total: usize, count: usize| if count == 0 { 0.0 } else { total as f64 / count as f64 };
+        let (rounds, proposed) = (self.rounds.len(), sum(|round| round.proposed));
+        RequestStats {
+            is_fallback: self.rounds.last().is_some_and(|round| round.is_fallback),
+            fallback_rounds: sum(|round| usize::from(round.is_fallback)),
+            avg_draft_len: mean(sum(|round| round.block.len()), rounds),
+            avg_verify_len: mean(proposed, rounds),
+            draft_accept_rate: mean(sum(|round| round.accepted), proposed),
+            rollback_count: sum(|round| usize::from(round.accepted < round.proposed)),
+            tau: mean(sum(|round| round.committed), rounds),
+        }
+    }
+}
+
 /// A sequence in work.
 #[derive(Debug)]
 pub(super) struct Sequence {
@@ -82,12 +124,23 @@ pub(super) struct Sequence {
     pub(super) tokens: Vec<u32>,
     pub(super) rounds: Vec<RoundRecord>,
     pub(super) min_margin: f32,
+    /// Features of committed positions that no drafter has been given yet, in order.
+    pub(super) unseen: Vec<Tensor>,
+    pub(super) estimates: Estimates,
 }
 
 impl Sequence {
     pub(super) fn new(request: Request, slot: usize) -> Self {
         let tokens = request.prompt.clone();
-        Self { request, slot, tokens, rounds: Vec::new(), min_margin: f32::INFINITY }
+        Self {
+            request,
+            slot,
+            tokens,
+            rounds: Vec::new(),
+            min_margin: f32::INFINITY,
+            unseen: Vec::new(),
+            estimates: Estimates::of_request(),
+        }
     }
 
     pub(super) fn generated(&self) -> usize {

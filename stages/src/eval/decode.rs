@@ -7,14 +7,15 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use deepspec_models::draft::DSpark;
-use deepspec_models::speculate::{DSparkProposer, NgramProposer, NoProposer, Proposer, SamplingParams};
+use deepspec_models::speculate::{DSparkProposer, NgramProposer, NoProposer, Proposer, SamplingParams, top_gap};
 use deepspec_models::target::{NewTokens, Target};
 use serde::{Deserialize, Serialize};
 
+use super::cost::RoundTime;
 use super::metrics::{Round, calibration};
 use super::prompts::Prompt;
 use super::speed::Timing;
-use crate::engine::{Engine, Finished, Request};
+use crate::engine::{Adaptive, Engine, Finished, Request, StepCosts};
 use crate::error::{Error, Result};
 use crate::progress::{Context, Event};
 use crate::recipe::{EvalRecipe, Proposer as Contender};
@@ -60,6 +61,18 @@ pub(super) fn name(proposer: Contender, drafter: Option<&DSpark>) -> &'static st
         (Contender::Ngram, _) => "ngram",
         (Contender::Draft, Some(drafter)) if drafter.markov_head().is_none() => "dflash",
         (Contender::Draft, _) => "dspark",
+        (Contender::Hybrid, _) => "hybrid",
+    }
+}
+
+/// Most tokens that a proposer proposes in a round.
+pub(super) fn block_size(proposer: Contender, drafter: Option<&DSpark>, settings: &EvalRecipe) -> usize {
+    let drafted = drafter.map_or(0, |drafter| drafter.config().block_size);
+    match proposer {
+        Contender::Plain => 0,
+        Contender::Ngram => settings.ngram_block,
+        Contender::Draft => drafted,
+        Contender::Hybrid => drafted.max(settings.ngram_block),
     }
 }
 
@@ -71,6 +84,7 @@ pub(super) struct Plan<'a> {
     pub(super) prompts: &'a [Prompt],
     pub(super) stop_ids: Arc<[u32]>,
     pub(super) identity: &'a str,
+    pub(super) step_costs: &'a StepCosts,
 }
 
 impl<'a> Plan<'a> {
@@ -159,15 +173,20 @@ impl<'a> Plan<'a> {
         let (slots, capacity) = (settings.batch_size.min(self.prompts.len()), longest + settings.max_new_tokens);
         let mut engines = Vec::new();
         for &contender in &settings.proposers {
-            let proposer: Box<dyn Proposer + 'a> = match (contender, self.drafter) {
-                (Contender::Plain, _) => Box::new(NoProposer),
-                (Contender::Ngram, _) => Box::new(NgramProposer::new(settings.ngram_max, settings.ngram_block)),
-                (Contender::Draft, Some(drafter)) => {
-                    Box::new(DSparkProposer::new(drafter, target.lm_head(), slots, capacity)?)
-                }
-                (Contender::Draft, None) => return Err(Error::Input(NO_DRAFTER.into())),
+            let lookup = || Box::new(NgramProposer::new(settings.ngram_max, settings.ngram_block));
+            let drafter = || -> Result<Box<dyn Proposer + 'a>> {
+                let drafter = self.drafter.ok_or_else(|| Error::Input(NO_DRAFTER.into()))?;
+                Ok(Box::new(DSparkProposer::new(drafter, target.lm_head(), slots, capacity)?))
             };
-            let mut engine = Engine::new(target, proposer, slots, capacity)?;
+            let mut engine = match contender {
+                Contender::Plain => Engine::new(target, Box::new(NoProposer), slots, capacity)?,
+                Contender::Ngram => Engine::new(target, lookup(), slots, capacity)?,
+                Contender::Draft => Engine::new(target, drafter()?, slots, capacity)?,
+                Contender::Hybrid => Engine::hybrid(target, lookup(), drafter()?, slots, capacity)?,
+            };
+            if settings.adaptive && contender != Contender::Plain {
+                engine = engine.adapt(Adaptive::new(self.step_costs.clone()));
+            }
             let mut request = self.request(0, &self.prompts[0], self.settings.temperatures[0]);
             request.max_new_tokens = request.max_new_tokens.min(WARM_UP_TOKENS);
             engine.run([request], |_| ctx.check_interrupt("nothing has been measured yet"))?;
@@ -188,7 +207,7 @@ impl<'a> Plan<'a> {
         let requests: Vec<Request> =
             batch.iter().enumerate().map(|(id, prompt)| self.request(id as u64, prompt, temperature)).collect();
         let mut first_token_s = vec![0.0; batch.len()];
-        let before = engine.times();
+        let (before, rounds_before) = (engine.times(), engine.round_times());
         let begun = Instant::now();
         let mut finished = engine.run(requests, |update| {
             if !update.tokens.is_empty()
@@ -199,7 +218,7 @@ impl<'a> Plan<'a> {
             ctx.check_interrupt("answers so far are in the journal")
         })?;
         let wall_s = begun.elapsed().as_secs_f64();
-        let after = engine.times();
+        let (after, rounds_after) = (engine.times(), engine.round_times());
         finished.sort_by_key(|done| done.request.id);
         let tokens: usize = finished.iter().map(|done| done.output.len()).sum();
         let sample = |(prompt, (done, first_token_s)): (&Prompt, (Finished, f64))| {
@@ -223,6 +242,7 @@ impl<'a> Plan<'a> {
                     draft_s: share * (after.draft_s - before.draft_s),
                     target_s: share * (after.target_s - before.target_s),
                     other_s: share * (after.other_s - before.other_s),
+                    rounds: RoundTime::between(rounds_before, rounds_after, share),
                 },
                 output: done.output,
             })
@@ -244,7 +264,7 @@ impl<'a> Plan<'a> {
 }
 
 /// What is said when the recipe asks for a drafter that is not there.
-pub(super) const NO_DRAFTER: &str = "`eval.proposers` has `draft`, but no drafter was given; give one, or set \
+pub(super) const NO_DRAFTER: &str = "`eval.proposers` has `draft` or `hybrid`, but no drafter was given; give one, or set \
 `eval.proposers` to [\"plain\", \"ngram\"]";
 
 fn rate(samples: &[Sample]) -> f64 {
@@ -303,15 +323,7 @@ fn top_two_gap(target: &Target, tokens: &[u32]) -> Result<f32> {
     let mut cache = target.new_cache(1, tokens.len())?;
     let rows = target.forward(&mut cache, &[NewTokens { slot: 0, tokens }], &[])?;
     let logits: Vec<f32> = target.logits(&rows.hidden, &[tokens.len() - 1])?.flatten_all()?.to_vec1()?;
-    let (mut best, mut second) = (f32::NEG_INFINITY, f32::NEG_INFINITY);
-    for logit in logits {
-        if logit > best {
-            (best, second) = (logit, best);
-        } else if logit > second {
-            second = logit;
-        }
-    }
-    Ok(best - second)
+    Ok(top_gap(&logits))
 }
 
 /// Whether answers at a temperature can be compared token by token.

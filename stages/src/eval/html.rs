@@ -36,6 +36,8 @@ pub(super) fn page(outcome: &EvalOutcome) -> String {
     for result in &outcome.temperatures {
         body.push_str(&section(result));
     }
+    let passes = outcome.step_cost_table();
+    _ = write!(body, "<h2>{}</h2>{}", escape(&passes.title), table(&passes));
     let definitions = DEFINITIONS.iter().map(|(name, meaning)| (*name, (*meaning).to_owned()));
     _ = write!(body, "<h2>What was run</h2>{}", list(outcome.facts().into_iter()));
     _ = write!(body, "<h2>Definitions</h2>{}", list(definitions));
@@ -140,6 +142,7 @@ fn color(proposer: Proposer) -> usize {
         Proposer::Plain => 0,
         Proposer::Ngram => 1,
         Proposer::Draft => 2,
+        Proposer::Hybrid => 4,
     }
 }
 

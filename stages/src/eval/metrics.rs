@@ -47,8 +47,13 @@ pub const DEFINITIONS: &[(&str, &str)] = &[
     ("conditional accept@k", "the same among the rounds whose first k − 1 proposed tokens were all accepted"),
     (
         "draft length, verify length",
-        "drafted tokens / rounds before the confidence threshold, and proposed tokens / rounds after it, cut after \
-         an accepted stop token",
+        "drafted tokens / rounds before the confidence threshold and the choice of length, and proposed tokens / rounds \
+         after them, cut after an accepted stop token",
+    ),
+    (
+        "fallback",
+        "share of the rounds in which a drafter was left out because its running estimate of tokens per unit of time was \
+         below that of plain decoding",
     ),
     ("rollbacks", "rounds in which at least one verified token was rejected"),
     (
@@ -65,6 +70,15 @@ pub const DEFINITIONS: &[(&str, &str)] = &[
         "speedup",
         "tokens/s over all prompts / the same of plain decoding in the same run, prompt by prompt in rotating order; \
          the interval is a 95 % bootstrap over prompts; the ratio of medians compares the median ms/token",
+    ),
+    (
+        "break-even tau",
+        "mean time of a round (draft, target pass, the rest) / mean time of a plain step, over all steps in which no \
+         prompt was read: the tau above which a proposer pays; tau / break-even tau is its speedup without the prompts",
+    ),
+    (
+        "cost of a target pass",
+        "median time of one pass with the logits of all its rows, timed before the first answer over a context of 128 tokens",
     ),
     ("identical", "at temperature 0, whether every answer equals that of plain decoding token for token"),
     (
@@ -85,6 +99,9 @@ pub struct Round {
     pub accepted: usize,
     /// Tokens committed, the target's own included where there was room for it.
     pub committed: usize,
+    /// Whether a drafter was left out because it did not pay.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub is_fallback: bool,
     /// Confidence logits of the verified tokens; empty without a confidence head.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub confidence_logits: Vec<f32>,
@@ -99,6 +116,7 @@ impl From<&RoundRecord> for Round {
             proposed: record.proposed,
             accepted: record.accepted,
             committed: record.committed,
+            is_fallback: record.is_fallback,
             confidence_logits: logits.collect(),
         }
     }
@@ -119,6 +137,9 @@ pub struct Acceptance {
     pub committed: u64,
     /// Rounds in which a verified token was rejected.
     pub rollback_count: u64,
+    /// Rounds without a draft because the drafter did not pay.
+    #[serde(default)]
+    pub fallback_rounds: u64,
     /// Committed / rounds.
     pub tau: Option<f64>,
     /// 1 + accepted / rounds.
@@ -161,6 +182,7 @@ impl Acceptance {
             sum.accepted += round.accepted as u64;
             sum.committed += round.committed as u64;
             sum.rollback_count += u64::from(round.accepted < round.proposed);
+            sum.fallback_rounds += u64::from(round.is_fallback);
             for k in sum.positions.len()..round.proposed {
                 sum.positions.push(PositionAcceptance { k: k + 1, ..PositionAcceptance::default() });
             }
@@ -184,17 +206,20 @@ impl Acceptance {
 
     /// Says that a proposer does as good as nothing, which its output alone would never show.
     pub fn idle_warning(&self, name: &str) -> Option<String> {
-        let rounds = self.rounds;
+        let rounds = self.rounds - self.fallback_rounds;
         if rounds > 0 && self.drafted == 0 {
             return Some(format!("`{name}` proposed no token in {rounds} rounds"));
         }
         if rounds > 0 && self.proposed == 0 {
             return Some(format!(
-                "none of the {} tokens drafted by `{name}` reached the confidence threshold",
+                "none of the {} tokens drafted by `{name}` was verified: all stayed below the confidence threshold, or \
+                 did not promise to pay",
                 self.drafted
             ));
         }
-        let tau = self.tau.filter(|&tau| rounds >= IDLE_ROUNDS && tau < IDLE_TAU)?;
+        // Without the rounds that were left to plain decoding on purpose.
+        let tau = ratio(self.committed.saturating_sub(self.fallback_rounds), rounds);
+        let tau = tau.filter(|&tau| rounds >= IDLE_ROUNDS && tau < IDLE_TAU)?;
         Some(format!(
             "`{name}` has a tau of {tau:.3} over {rounds} rounds, below {IDLE_TAU}: it does not fit this target, or is read \
              with the wrong layers, block layout or mask token"
@@ -241,7 +266,7 @@ mod tests {
     use super::*;
 
     fn round(drafted: usize, proposed: usize, accepted: usize, committed: usize) -> Round {
-        Round { drafted, proposed, accepted, committed, confidence_logits: Vec::new() }
+        Round { drafted, proposed, accepted, committed, is_fallback: false, confidence_logits: Vec::new() }
     }
 
     #[test]
@@ -288,6 +313,10 @@ mod tests {
         assert_eq!(idle(vec![round(5, 5, 0, 1); 199]), None);
         assert!(idle(vec![round(5, 5, 0, 1); 200]).unwrap().contains("tau of 1.000 over 200 rounds"));
         assert_eq!(idle(vec![round(5, 5, 1, 2); 200]), None);
+        let fallback = Round { is_fallback: true, ..round(0, 0, 0, 1) };
+        let mostly_plain = |drafted: Round| [vec![fallback.clone(); 4000], vec![drafted; 200]].concat();
+        assert_eq!(idle(mostly_plain(round(5, 5, 1, 2))), None, "left out on purpose");
+        assert!(idle(mostly_plain(round(5, 5, 0, 1))).unwrap().contains("over 200 rounds"));
     }
 
     #[test]
@@ -306,6 +335,7 @@ mod tests {
             committed: 2,
             confidence_logits: vec![f32::INFINITY, 0.0, -1.0],
             block: vec![7, 8, 9],
+            is_fallback: false,
         };
         let round = Round::from(&record);
         assert_eq!((round.drafted, round.proposed, round.confidence_logits.len()), (3, 2, 2));
@@ -314,7 +344,7 @@ mod tests {
         assert_eq!((report.positions[0].observed_mean, report.positions[1].observed_mean), (Some(1.0), Some(0.0)));
         assert!((report.positions[1].predicted_mean.unwrap() - 0.5).abs() < 1e-9);
         assert_eq!(calibration([&Round { confidence_logits: Vec::new(), ..round }]).unwrap(), None);
-        let broken = Round { confidence_logits: vec![f32::NAN], proposed: 1, drafted: 1, accepted: 0, committed: 1 };
+        let broken = Round { confidence_logits: vec![f32::NAN], ..self::round(1, 1, 0, 1) };
         assert!(calibration([&broken]).is_err());
     }
 }

@@ -5,6 +5,7 @@
 //! answer and round, from which an interrupted evaluation goes on.
 
 pub mod confidence;
+pub mod cost;
 pub mod decode;
 mod html;
 pub mod identity;
@@ -52,8 +53,8 @@ pub fn run(
 ) -> Result<EvalOutcome> {
     recipe.validate()?;
     let settings = &recipe.eval;
-    let drafter = drafter.filter(|_| settings.proposers.contains(&Proposer::Draft));
-    if drafter.is_none() && settings.proposers.contains(&Proposer::Draft) {
+    let drafter = drafter.filter(|_| settings.needs_drafter());
+    if drafter.is_none() && settings.needs_drafter() {
         return Err(Error::Input(NO_DRAFTER.into()));
     }
     ctx.reporter.event(Event::Stage("evaluate"));
@@ -78,6 +79,15 @@ pub fn run(
     ];
     let identity = identity(recipe, &origin, &inputs)?;
     fs_err::create_dir_all(out_dir)?;
+    let longest_block =
+        settings.proposers.iter().map(|&proposer| decode::block_size(proposer, drafter, settings)).max();
+    let step_costs = cost::step_costs(
+        &out_dir.join("step_costs.json"),
+        &identity,
+        target,
+        longest_block.unwrap_or(0),
+        settings.batch_size.min(prompts.len()),
+    )?;
     let plan = Plan {
         target,
         drafter,
@@ -85,6 +95,7 @@ pub fn run(
         prompts: &prompts,
         stop_ids: renderer.stop_ids().into(),
         identity: &identity,
+        step_costs: &step_costs,
     };
     let samples = plan.run(&out_dir.join("journal.jsonl"), ctx)?;
     let (compared, differences) = compare(&plan, &samples)?;
@@ -106,6 +117,7 @@ pub fn run(
         compared,
         differences,
         peak_memory_bytes: peak_memory_bytes(),
+        step_costs: step_costs.entries().to_vec(),
         temperatures: results,
     };
     for warning in &outcome.warnings {

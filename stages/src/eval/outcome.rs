@@ -6,11 +6,13 @@ use deepspec_models::draft::DSpark;
 use serde::{Deserialize, Serialize};
 
 use super::confidence::CalibrationReport;
+use super::cost::RoundCost;
 use super::decode::{Difference, Key, Sample, is_greedy, name};
 use super::identity::Fingerprints;
 use super::metrics::{Acceptance, Round, calibration, repetition};
 use super::prompts::{Prompt, SetInfo};
 use super::speed::{Speed, Speedup, Timing, speedup};
+use crate::engine::StepCost;
 use crate::error::{Error, Result};
 use crate::recipe::{Proposer, Recipe};
 
@@ -101,6 +103,9 @@ pub struct EvalOutcome {
     pub warnings: Vec<String>,
     /// Largest resident memory of the process, in bytes; `None` where the system does not tell.
     pub peak_memory_bytes: Option<u64>,
+    /// Cost of the target's passes by their rows, as measured before the first answer.
+    #[serde(default)]
+    pub step_costs: Vec<StepCost>,
     /// The numbers, one entry per temperature.
     pub temperatures: Vec<TemperatureResult>,
 }
@@ -134,12 +139,15 @@ pub struct Group {
 pub struct ProposerResult {
     /// Its kind.
     pub proposer: Proposer,
-    /// Its name in tables: `plain`, `ngram`, `dspark` or `dflash`.
+    /// Its name in tables: `plain`, `ngram`, `dspark`, `dflash` or `hybrid`.
     pub name: String,
     /// Acceptance.
     pub acceptance: Acceptance,
     /// Speed.
     pub speed: Speed,
+    /// What its rounds cost; `None` without rounds.
+    #[serde(default)]
+    pub round_cost: Option<RoundCost>,
     /// Speed relative to plain decoding; `None` for plain decoding itself or where it was not run.
     pub speedup: Option<Speedup>,
     /// Whether all answers equal those of plain decoding; `None` where they need not or cannot be compared.
@@ -197,10 +205,12 @@ impl Answers<'_> {
         let settings = &self.recipe.eval;
         let plain = settings.proposers.iter().position(|&proposer| proposer == Proposer::Plain);
         let plain = plain.map(|c| self.select(t, c, places)).transpose()?;
+        let timings = |samples: &Vec<&Sample>| -> Vec<Timing> { samples.iter().map(|sample| sample.timing).collect() };
+        let plain_timings = plain.as_ref().map(timings);
         let mut proposers = Vec::new();
         for (c, &proposer) in settings.proposers.iter().enumerate() {
             let samples = self.select(t, c, places)?;
-            let timings: Vec<Timing> = samples.iter().map(|sample| sample.timing).collect();
+            let timings = timings(&samples);
             let baseline = plain.as_ref().filter(|_| proposer != Proposer::Plain);
             let pairs = |plain: &Vec<&Sample>| -> Vec<(Timing, Timing)> {
                 plain.iter().map(|sample| sample.timing).zip(timings.iter().copied()).collect()
@@ -216,6 +226,7 @@ impl Answers<'_> {
                 name: name(proposer, self.drafter).into(),
                 acceptance: Acceptance::of(rounds(&samples)),
                 speedup: baseline.and_then(|plain| speedup(&pairs(plain), settings.seed)),
+                round_cost: RoundCost::of(&timings, plain_timings.as_deref().filter(|_| proposer != Proposer::Plain)),
                 speed: Speed::of(&timings),
                 identical_to_plain: is_compared.then(|| !places.iter().any(is_different)),
                 repetition: repetition(samples.iter().map(|sample| sample.output.as_slice())),

@@ -2,13 +2,15 @@
 
 use std::fmt::Write;
 
-use super::metrics::DEFINITIONS;
+use super::metrics::{DEFINITIONS, ratio};
 use super::outcome::{EvalOutcome, Group, ProposerResult, TemperatureResult};
 use super::speed::Interval;
 use crate::recipe::Proposer;
 
 /// Prompts below which the intervals are called wide.
 const FEW_PROMPTS: usize = 20;
+/// Row counts that the table of step costs shows.
+const STEP_COST_COLUMNS: usize = 12;
 /// What stands in a cell without a value.
 const NONE: &str = "–";
 
@@ -39,9 +41,26 @@ impl Table {
 }
 
 impl EvalOutcome {
-    /// The summary: one table per temperature, one row per proposer, over all prompts.
+    /// The summary over all prompts: per temperature what each proposer reaches and what its rounds cost, then what the
+    /// target's passes cost.
     pub fn tables(&self) -> Vec<Table> {
-        self.temperatures.iter().map(summary_table).collect()
+        let of_one = |result| [summary_table(result), cost_table(result)];
+        self.temperatures.iter().flat_map(of_one).chain([self.step_cost_table()]).collect()
+    }
+
+    /// Cost of a pass by its rows.
+    pub(super) fn step_cost_table(&self) -> Table {
+        let mut table = Table::new("Cost of a target pass", &["rows"]);
+        let row = |name: &str| vec![name.to_owned()];
+        let (mut cost, mut ratio) = (row("ms"), row("ratio to 1 row"));
+        // More rows than these belong to several sequences at once.
+        for entry in self.step_costs.iter().take(STEP_COST_COLUMNS) {
+            table.header.push(entry.rows.to_string());
+            cost.push(number(Some(1e3 * entry.seconds), 1));
+            ratio.push(number(Some(entry.seconds / self.step_costs[0].seconds), 2));
+        }
+        table.rows = vec![cost, ratio];
+        table
     }
 
     /// What the result says, in sentences: speed of each proposer, then whether the output is that of plain decoding.
@@ -133,6 +152,7 @@ impl EvalOutcome {
             ("sequences at once", eval.batch_size.to_string()),
             ("n-gram lookup", format!("suffixes of up to {}, {} tokens per round", eval.ngram_max, eval.ngram_block)),
             ("confidence threshold", eval.confidence_threshold.to_string()),
+            ("length of drafts", if eval.adaptive { "adaptive" } else { "fixed" }.to_owned()),
             ("machine", self.origin.machine.clone()),
             ("kernels", format!("{}, {} threads", self.origin.kernels, self.origin.threads)),
             ("program", format!("deepspec {}{commit}", self.origin.version)),
@@ -168,10 +188,9 @@ impl EvalOutcome {
         if !cautions.is_empty() {
             _ = write!(text, "\n## Mind\n\n{}", list(cautions));
         }
-        for result in &self.temperatures {
-            for table in tables(result) {
-                _ = write!(text, "\n## {}\n\n{}", table.title, table.markdown());
-            }
+        let tables = self.temperatures.iter().flat_map(tables).chain([self.step_cost_table()]);
+        for table in tables {
+            _ = write!(text, "\n## {}\n\n{}", table.title, table.markdown());
         }
         let facts = self.facts().into_iter().map(|(name, value)| format!("{name}: {value}"));
         _ = write!(text, "\n## What was run\n\n{}", list(facts));
@@ -192,7 +211,13 @@ fn list(lines: impl IntoIterator<Item = String>) -> String {
 
 /// All tables of one temperature.
 pub(super) fn tables(result: &TemperatureResult) -> Vec<Table> {
-    let mut tables = vec![summary_table(result), acceptance_table(result), position_table(result), speed_table(result)];
+    let mut tables = vec![
+        summary_table(result),
+        cost_table(result),
+        acceptance_table(result),
+        position_table(result),
+        speed_table(result),
+    ];
     tables.extend(calibration_table(result));
     for (what, groups) in [("domain", &result.domains), ("set", &result.sets)] {
         if groups.len() > 1 {
@@ -219,15 +244,45 @@ fn summary_table(result: &TemperatureResult) -> Table {
     table
 }
 
+/// What a round costs and what it brings.
+fn cost_table(result: &TemperatureResult) -> Table {
+    let header = ["", "draft ms", "verify ms", "other ms", "round ms", "break-even tau", "tau"];
+    let mut table = Table::new(format!("Cost of a round at temperature {}", result.temperature), &header);
+    for found in &result.all.proposers {
+        let cost = found.round_cost;
+        table.rows.push(vec![
+            found.name.clone(),
+            number(cost.map(|cost| cost.draft_ms), 2),
+            number(cost.map(|cost| cost.verify_ms), 2),
+            number(cost.map(|cost| cost.other_ms), 2),
+            number(cost.map(|cost| cost.round_ms), 2),
+            number(cost.and_then(|cost| cost.break_even_tau), 2),
+            number(found.acceptance.tau, 2),
+        ]);
+    }
+    table
+}
+
 fn acceptance_table(result: &TemperatureResult) -> Table {
-    let header =
-        ["", "rounds", "tau", "tau (vLLM)", "verify rate", "draft length", "verify length", "rollbacks", "repetition"];
+    let header = [
+        "",
+        "rounds",
+        "fallback",
+        "tau",
+        "tau (vLLM)",
+        "verify rate",
+        "draft length",
+        "verify length",
+        "rollbacks",
+        "repetition",
+    ];
     let mut table = Table::new(format!("Acceptance at temperature {}", result.temperature), &header);
     for found in &result.all.proposers {
         let acceptance = &found.acceptance;
         table.rows.push(vec![
             found.name.clone(),
             acceptance.rounds.to_string(),
+            percent(ratio(acceptance.fallback_rounds, acceptance.rounds)),
             number(acceptance.tau, 3),
             number(acceptance.tau_vllm, 3),
             number(acceptance.verify_rate, 3),

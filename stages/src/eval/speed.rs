@@ -3,6 +3,8 @@
 use deepspec_models::speculate::{CounterRng, Stream};
 use serde::{Deserialize, Serialize};
 
+use super::cost::RoundTime;
+
 /// Resamples of a bootstrap interval.
 const RESAMPLES: u64 = 2000;
 /// Ends of the 95 % interval.
@@ -24,6 +26,9 @@ pub struct Timing {
     pub target_s: f64,
     /// Share of everything else, in seconds.
     pub other_s: f64,
+    /// Of these, what its rounds took.
+    #[serde(default)]
+    pub rounds: RoundTime,
 }
 
 impl Timing {
@@ -201,6 +206,7 @@ mod tests {
             draft_s: 0.0,
             target_s: 0.75 * wall_s,
             other_s: 0.25 * wall_s,
+            rounds: RoundTime::default(),
         }
     }
 

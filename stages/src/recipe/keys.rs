@@ -76,6 +76,7 @@ pub(super) const KEYS: &[&str] = &[
     "eval.ngram_block",
     "eval.confidence_threshold",
     "eval.seed",
+    "eval.adaptive",
     "eval.batch_size",
 ];
 

@@ -3,7 +3,7 @@
 use std::fmt::Display;
 
 use super::layers::check_ids;
-use super::{Algorithm, MarkovInit, PromptSource, Proposer, Recipe, TargetLayers};
+use super::{Algorithm, MarkovInit, PromptSource, Recipe, TargetLayers};
 use crate::error::{Error, Result};
 
 /// Longest block that a drafter's configuration may state.
@@ -214,7 +214,7 @@ impl Recipe {
             !eval.proposers.is_empty() && !has_repeats(&eval.proposers),
             "eval.proposers",
             format!("{:?}", eval.proposers),
-            "at least one of `plain`, `ngram` and `draft`, each once",
+            "at least one of `plain`, `ngram`, `draft` and `hybrid`, each once",
         );
         problems.check((1..=MAX_NGRAM).contains(&eval.ngram_max), "eval.ngram_max", eval.ngram_max, "1 to 64");
         let range = 1..=MAX_BLOCK_SIZE;
@@ -222,7 +222,7 @@ impl Recipe {
         let threshold = eval.confidence_threshold;
         problems.check((0.0..1.0).contains(&threshold), "eval.confidence_threshold", threshold, "at least 0, below 1");
         problems.check(
-            threshold == 0.0 || self.draft.confidence_head || !eval.proposers.contains(&Proposer::Draft),
+            threshold == 0.0 || self.draft.confidence_head || !eval.needs_drafter(),
             "eval.confidence_threshold",
             threshold,
             "0 without `draft.confidence_head`",
