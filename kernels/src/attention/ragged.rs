@@ -269,7 +269,7 @@ impl RaggedAttention {
         scores.resize((vectors * width).max(scores.len()), 0.0);
         tile.resize(vectors.max(tile.len()), [0.0; PANEL]);
         let tile = &mut tile[..vectors];
-        let queries: Vec<&[f32]> = (0..vectors).map(|i| place(i)).map(|(row, at)| q.part(row, at, head_dim)).collect();
+        let queries: Vec<&[f32]> = (0..vectors).map(place).map(|(row, at)| q.part(row, at, head_dim)).collect();
         for block in 0..width / PANEL {
             let at = key_panels + (first_key / PANEL + block) * head_dim * PANEL;
             tile.fill([0.0; PANEL]);

@@ -136,7 +136,7 @@ unsafe fn scale_and_surplus(panel: Panel<'_>, g: usize, half: usize) -> (__m512,
 #[target_feature(enable = "avx512f,avx512bw")]
 unsafe fn few_rows<const R: usize>(panel: Panel<'_>, x: TileRows<'_>, tile: &mut [[f32; PANEL]]) {
     let mut sums = Sums([[[0; PANEL]; 2]; AMX_ROWS]);
-    let mut out = [[_mm512_setzero_ps(); 2]; R];
+    let mut out = [[_mm512_setzero_ps(); R]; 2];
     for g in 0..x.depth.div_ceil(GROUP) {
         // SAFETY: promised by the caller; prefetches may point past the weights.
         unsafe {
@@ -164,19 +164,18 @@ unsafe fn few_rows<const R: usize>(panel: Panel<'_>, x: TileRows<'_>, tile: &mut
                 sums = in(reg) sums.0.as_mut_ptr(),
                 options(nostack),
             );
-            for half in 0..2 {
-                let (scale, surplus) = scale_and_surplus(panel, g, half * 16);
-                for r in 0..R {
-                    out[r][half] = _mm512_fmadd_ps(combine(&sums.0[r], half * 16, surplus), scale, out[r][half]);
+            for (half, out) in [0, 16].into_iter().zip(&mut out) {
+                let (scale, surplus) = scale_and_surplus(panel, g, half);
+                for (out, sums) in out.iter_mut().zip(&sums.0) {
+                    *out = _mm512_fmadd_ps(combine(sums, half, surplus), scale, *out);
                 }
             }
         }
     }
-    for (row, out) in tile.iter_mut().zip(out) {
-        // SAFETY: a tile row holds 32 values.
-        unsafe {
-            _mm512_storeu_ps(row.as_mut_ptr(), out[0]);
-            _mm512_storeu_ps(row.as_mut_ptr().add(16), out[1]);
+    for (half, out) in [0, 16].into_iter().zip(out) {
+        for (row, out) in tile.iter_mut().zip(out) {
+            // SAFETY: a tile row holds 32 values.
+            unsafe { _mm512_storeu_ps(row.as_mut_ptr().add(half), out) };
         }
     }
 }
