@@ -306,12 +306,11 @@ mod tests {
         y
     }
 
-    /// A row rounded to multiples of its largest magnitude / `levels`.
+    /// A row rounded to multiples of its largest magnitude / `levels`, with the roundings of the kernels.
     fn rounded(row: &[f32], levels: f32) -> Vec<f64> {
-        let scale = row.iter().fold(0f32, |a, w| a.max(w.abs())) / levels;
-        row.iter()
-            .map(|w| if scale > 0.0 { f64::from((w / scale).round_ties_even()) * f64::from(scale) } else { 0.0 })
-            .collect()
+        let largest = row.iter().fold(0f32, |a, w| a.max(w.abs()));
+        let inverse = if largest > 0.0 { levels / largest } else { 0.0 };
+        row.iter().map(|w| f64::from((w * inverse).round_ties_even()) * f64::from(largest / levels)).collect()
     }
 
     /// The output of one row and one weight row in f64, with the rounding that the precision asks for.
