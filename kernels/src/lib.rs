@@ -6,6 +6,11 @@
 
 pub mod adamw;
 pub mod attention;
+#[cfg(feature = "cuda")]
+mod cuda;
+#[cfg(any(feature = "cuda", feature = "simt"))]
+#[doc(hidden)]
+pub mod device;
 pub mod linear;
 mod matmul;
 mod rms_norm;
@@ -14,6 +19,9 @@ mod rows;
 mod silu_mul;
 #[doc(hidden)]
 pub mod simd;
+#[cfg(feature = "simt")]
+#[doc(hidden)]
+pub mod simt;
 mod threads;
 pub mod vocab_loss;
 

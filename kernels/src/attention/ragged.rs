@@ -7,6 +7,8 @@
 
 use std::sync::Arc;
 
+#[cfg(feature = "cuda")]
+use candle_core::CudaStorage;
 use candle_core::{CpuStorage, CustomOp3, InplaceOp2, Layout, Result, Shape, Tensor, bail};
 
 use super::HeadLayout;
@@ -14,6 +16,8 @@ use crate::multiversion;
 use crate::rows::Rows;
 use crate::simd::{axpy, axpy4, exp_shifted, max, weighted_sum};
 use crate::threads;
+#[cfg(feature = "cuda")]
+use crate::{cuda::Cuda, device::attention as device};
 
 /// New rows of one sequence.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -139,6 +143,19 @@ impl InplaceOp2 for StoreKeys {
         }
         Ok(())
     }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(&self, cache: &mut CudaStorage, cl: &Layout, rows: &CudaStorage, rl: &Layout) -> Result<()> {
+        let cuda = Cuda::of(rows);
+        let rows = cuda.rows(self.name(), rows, rl)?;
+        let (count, capacity) = cl.shape().dims2()?;
+        let fits = |s: &Segment| s.start + s.len <= capacity && (s.slot + 1) * rows.cols <= count;
+        if !cl.is_contiguous() || !self.segments.iter().all(fits) {
+            bail!("store-keys: {:?} of width {} do not fit a cache of {:?}", self.segments, rows.cols, cl.dims());
+        }
+        let cache = cuda.start_mut::<f32>(cache, cl)?;
+        device::store_keys(&cuda, &rows, &self.segments, *cache, capacity)
+    }
 }
 
 multiversion! {
@@ -226,5 +243,25 @@ impl CustomOp3 for RaggedAttention {
             attend(q.part(row, kv_head * width, width), k, k_row, v, v_row, keys, column, self.heads, &mut scores, y);
         });
         Ok((CpuStorage::F32(y), Shape::from((rows, heads * head_dim))))
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        q: &CudaStorage,
+        ql: &Layout,
+        k: &CudaStorage,
+        kl: &Layout,
+        v: &CudaStorage,
+        vl: &Layout,
+    ) -> Result<(CudaStorage, Shape)> {
+        let cuda = Cuda::of(q);
+        let q = cuda.rows(self.name(), q, ql)?;
+        let (k, v) = (cuda.rows(self.name(), k, kl)?, cuda.rows(self.name(), v, vl)?);
+        let causal = self.visibility == Visibility::Causal;
+        let (capacity, heads, window) = (self.capacity, self.heads, self.window);
+        let call = device::RaggedCall { segments: &self.segments, capacity, heads, causal, window };
+        let y = device::ragged(&cuda, &call, &q, &k, &v)?;
+        Ok((cuda.storage(y), Shape::from((q.count, q.cols))))
     }
 }

@@ -1,0 +1,309 @@
+//! The CUDA kernels, emulated on the CPU, against the CPU operations over random shapes (feature `simt`).
+#![cfg(feature = "simt")]
+#![expect(clippy::unwrap_used, reason = "helpers of tests fail as tests do")]
+
+use candle_core::{Device, Result, Tensor};
+use deepspec_kernels::adamw::{AdamWStep, Moments, adamw, square_sum};
+use deepspec_kernels::attention::HeadLayout;
+use deepspec_kernels::attention::block::{BlockAttention, BlockSpan};
+use deepspec_kernels::attention::ragged::{RaggedAttention, Segment, Visibility, store_keys};
+use deepspec_kernels::device::attention::{BlockCall, BlockSequence, RaggedCall};
+use deepspec_kernels::device::linear::{Stored, Weight};
+use deepspec_kernels::device::{self, Backend, View};
+use deepspec_kernels::linear::{Linear, Precision};
+use deepspec_kernels::simt::Simt;
+
+/// Draws of one test case.
+struct Random(u64);
+
+impl Random {
+    fn new(case: u64) -> Self {
+        Self(case.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1)
+    }
+
+    fn next(&mut self) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0
+    }
+
+    /// An integer from `from` to `to` inclusive.
+    fn size(&mut self, from: usize, to: usize) -> usize {
+        from + (self.next() >> 33) as usize % (to + 1 - from)
+    }
+
+    /// Values in (−1, 1).
+    fn values(&mut self, n: usize) -> Vec<f32> {
+        (0..n).map(|_| (self.next() >> 40) as f32 / (1 << 23) as f32 - 1.0).collect()
+    }
+}
+
+fn tensor(data: &[f32], rows: usize) -> Tensor {
+    Tensor::from_slice(data, (rows, data.len() / rows), &Device::Cpu).unwrap()
+}
+
+fn values(t: &Tensor) -> Vec<f32> {
+    t.flatten_all().unwrap().to_vec1().unwrap()
+}
+
+/// A leaf that gradients flow to.
+fn leaf(data: &[f32], rows: usize) -> candle_core::Var {
+    candle_core::Var::from_tensor(&tensor(data, rows)).unwrap()
+}
+
+fn assert_close(what: &str, got: &[f32], expected: &[f32], tolerance: f32) {
+    assert_eq!(got.len(), expected.len(), "{what}");
+    for (i, (got, expected)) in got.iter().zip(expected).enumerate() {
+        let error = (got - expected).abs();
+        assert!(error <= tolerance * expected.abs().max(1.0), "{what}[{i}]: {got}, expected {expected}");
+    }
+}
+
+/// The gradient of Σ y · c in `var`.
+fn gradient(y: &Tensor, c: &[f32], vars: &[&candle_core::Var]) -> Vec<Vec<f32>> {
+    let c = Tensor::from_slice(c, y.shape(), &Device::Cpu).unwrap();
+    let grads = (y * c).unwrap().sum_all().unwrap().backward().unwrap();
+    vars.iter().map(|v| values(grads.get(v).unwrap())).collect()
+}
+
+#[test]
+fn rms_norm() {
+    for case in 0..12 {
+        let mut random = Random::new(case);
+        let (rows, cols) = (random.size(1, 200), random.size(1, 70) * if case % 2 == 0 { 4 } else { 1 });
+        let (x, w, g) = (random.values(rows * cols), random.values(cols), random.values(rows * cols));
+        let (xt, wt) = (leaf(&x, rows), leaf(&w, 1));
+        let wt = candle_core::Var::from_tensor(&wt.reshape(cols).unwrap()).unwrap();
+        let expected = deepspec_kernels::rms_norm(&xt, &wt, 1e-5).unwrap();
+        let views = (Simt::view(&x, cols), Simt::view(&w, cols), Simt::view(&g, cols));
+        let y = device::rms_norm::forward(&Simt, &views.0, &views.1, 1e-5).unwrap();
+        assert_close("y", &Simt.download(&y).unwrap(), &values(&expected), 1e-5);
+        let got = device::rms_norm::backward(&Simt, &views.0, &views.1, &views.2, 1e-5).unwrap();
+        let expected = gradient(&expected, &g, &[&xt, &wt]);
+        assert_close("gradients", &Simt.download(&got).unwrap(), &expected.concat(), 1e-4);
+    }
+}
+
+#[test]
+fn rows_may_be_a_slice_of_wider_ones() {
+    let mut random = Random::new(1);
+    let (rows, cols, wide) = (5, 12, 20);
+    let (x, w) = (random.values(rows * wide), random.values(cols));
+    let part = tensor(&x, rows).narrow(1, 4, cols).unwrap();
+    let expected = deepspec_kernels::rms_norm(&part, &tensor(&w, 1).reshape(cols).unwrap(), 1e-5).unwrap();
+    let view = View { address: x[4..].as_ptr() as u64, stride: wide, count: rows, cols };
+    let y = device::rms_norm::forward(&Simt, &view, &Simt::view(&w, cols), 1e-5).unwrap();
+    assert_close("y", &Simt.download(&y).unwrap(), &values(&expected), 1e-5);
+}
+
+#[test]
+fn rope() {
+    for case in 0..12 {
+        let mut random = Random::new(case);
+        let (rows, heads, pairs) = (random.size(1, 9), random.size(1, 4), random.size(1, 40));
+        let head_dim = 2 * pairs + random.size(0, 3);
+        let positions: Vec<usize> = (0..rows).map(|i| 37 * i + 3).collect();
+        let frequencies: Vec<f32> = (0..pairs).map(|i| 1e4f32.powf(-(i as f32) / pairs as f32)).collect();
+        let angles = deepspec_kernels::rope::RopeFrequencies::new(frequencies.clone(), head_dim).at(&positions);
+        let table = |f: fn(f64) -> f64| -> Vec<f32> {
+            positions.iter().flat_map(|&p| frequencies.iter().map(move |w| f(f64::from(p as f32 * w)) as f32)).collect()
+        };
+        let (cosines, sines) = (table(f64::cos), table(f64::sin));
+        let tables = [cosines.as_ptr() as u64, sines.as_ptr() as u64];
+        let (x, g) = (random.values(rows * heads * head_dim), random.values(rows * heads * head_dim));
+        let xt = leaf(&x, rows);
+        let expected = angles.apply(&xt).unwrap();
+        let run = |x: &[f32], inverse| {
+            let view = Simt::view(x, heads * head_dim);
+            Simt.download(&device::elementwise::rope(&Simt, &view, tables, head_dim, pairs, inverse).unwrap()).unwrap()
+        };
+        assert_close("y", &run(&x, false), &values(&expected), 1e-6);
+        assert_close("dx", &run(&g, true), &gradient(&expected, &g, &[&xt])[0], 1e-6);
+    }
+}
+
+#[test]
+fn silu_mul() {
+    for case in 0..12 {
+        let mut random = Random::new(case);
+        let (rows, cols) = (random.size(1, 20), random.size(1, 100) * if case % 2 == 0 { 4 } else { 1 });
+        let [gate, up, g] = [(); 3].map(|()| random.values(rows * cols));
+        let gate: Vec<f32> = gate.iter().map(|v| v * 8.0).collect();
+        let (gt, ut) = (leaf(&gate, rows), leaf(&up, rows));
+        let expected = deepspec_kernels::silu_mul(&gt, &ut).unwrap();
+        let [gate, up, grad] = [&gate, &up, &g].map(|data| Simt::view(data, cols));
+        let y = device::elementwise::silu_mul(&Simt, &gate, &up).unwrap();
+        assert_close("y", &Simt.download(&y).unwrap(), &values(&expected), 1e-5);
+        let got = device::elementwise::silu_mul_backward(&Simt, &gate, &up, &grad).unwrap();
+        assert_close("gradients", &Simt.download(&got).unwrap(), &gradient(&expected, &g, &[&gt, &ut]).concat(), 1e-5);
+    }
+}
+
+#[test]
+fn adamw_and_squared_norm() {
+    for (case, count) in [1, 3, 1024, 1027, 40_001].into_iter().enumerate() {
+        let mut random = Random::new(case as u64);
+        let (p, g) = (random.values(count), random.values(count));
+        let mut moments = Moments::zeros(count);
+        let expected = tensor(&p, 1);
+        let buffers = [Simt.upload(&p), Simt.upload(&g), Simt.zeros(count), Simt.zeros(count)].map(Result::unwrap);
+        let [parameter, gradient, first, second] = [0, 1, 2, 3].map(|i| Simt.address(&buffers[i]));
+        for step in 1..4 {
+            let step = AdamWStep {
+                lr: 1e-2,
+                beta1: 0.9,
+                beta2: 0.999,
+                eps: 1e-8,
+                weight_decay: 0.1,
+                step,
+                gradient_scale: 0.5,
+            };
+            adamw(&expected, &tensor(&g, 1), &mut moments, &step).unwrap();
+            device::elementwise::adamw(&Simt, parameter, gradient, [first, second], count, &step).unwrap();
+        }
+        let [m, v] = moments.values().unwrap();
+        assert_close("parameter", &Simt.download(&buffers[0]).unwrap(), &values(&expected), 1e-6);
+        assert_close("first moment", &Simt.download(&buffers[2]).unwrap(), &m, 1e-6);
+        assert_close("second moment", &Simt.download(&buffers[3]).unwrap(), &v, 1e-6);
+        let expected = square_sum(&tensor(&g, 1)).unwrap();
+        let got = device::elementwise::square_sum(&Simt, gradient, count).unwrap();
+        assert!((got - expected).abs() < 1e-9 * expected, "{got}, expected {expected}");
+    }
+}
+
+#[test]
+fn linear_of_few_rows() {
+    for case in 0..24 {
+        let mut random = Random::new(case);
+        let (rows, outputs) = (random.size(1, 20), random.size(1, 70));
+        let inputs = random.size(1, 80) * if case % 2 == 0 { 8 } else { 1 };
+        let weight = random.values(outputs * inputs);
+        let (x, bias) = (random.values(rows * inputs), random.values(outputs));
+        for stored in [Stored::F32, Stored::Bf16] {
+            let (precision, narrow) = match stored {
+                Stored::F32 => (Precision::F32, Vec::new()),
+                Stored::Bf16 => (Precision::Bf16, weight.iter().map(|w| half::bf16::from_f32(*w)).collect()),
+            };
+            let address = if stored == Stored::F32 { weight.as_ptr() as u64 } else { narrow.as_ptr() as u64 };
+            let bias_at = if case % 3 == 0 { 0 } else { bias.as_ptr() as u64 };
+            let weights = Weight { address, stored, bias: bias_at, inputs, outputs };
+            let run = |x: &[f32]| {
+                Simt.download(&device::linear::forward(&Simt, &Simt::view(x, inputs), &weights).unwrap()).unwrap()
+            };
+            let y = run(&x);
+            let bias = (bias_at != 0).then(|| tensor(&bias, 1).reshape(outputs).unwrap());
+            let layer = Linear::frozen(&[&tensor(&weight, outputs)], bias.as_ref(), precision).unwrap();
+            assert_close("y", &y, &values(&layer.forward(&tensor(&x, rows)).unwrap()), 1e-5);
+            for row in 0..rows {
+                let alone = run(&x[row * inputs..(row + 1) * inputs]);
+                assert_eq!(alone, y[row * outputs..(row + 1) * outputs], "row {row} depends on the others");
+            }
+        }
+    }
+}
+
+#[test]
+fn ragged_attention() {
+    let dims = [8, 20, 64, 80, 160, 33];
+    for case in 0..18u64 {
+        let mut random = Random::new(case);
+        let head_dim = dims[case as usize % dims.len()];
+        let (kv_heads, group) = (random.size(1, 2), random.size(1, 4));
+        let heads = HeadLayout { heads: kv_heads * group, kv_heads, head_dim };
+        let capacity = [96, 101, 600][case as usize % 3];
+        let (width, slots) = (kv_heads * head_dim, 3);
+        let mut segments = Vec::new();
+        for slot in [2, 0] {
+            let len = random.size(1, 7);
+            segments.push(Segment { slot, start: random.size(0, capacity - len), len });
+        }
+        let rows: usize = segments.iter().map(|s| s.len).sum();
+        let keys = random.values(slots * width * capacity);
+        let (k_cache, v_cache) = (
+            Tensor::from_slice(&keys, (slots * width, capacity), &Device::Cpu).unwrap(),
+            random.values(slots * capacity * width),
+        );
+        let new_keys = random.values(rows * width);
+        store_keys(&k_cache, &tensor(&new_keys, rows), &segments.clone().into()).unwrap();
+        let cache = Simt.upload(&keys).unwrap();
+        let view = Simt::view(&new_keys, width);
+        device::attention::store_keys(&Simt, &view, &segments, Simt.address(&cache), capacity).unwrap();
+        let keys = Simt.download(&cache).unwrap();
+        assert_eq!(keys, values(&k_cache), "stored keys");
+
+        let q: Vec<f32> = random.values(rows * heads.heads * head_dim).iter().map(|v| v * 4.0).collect();
+        let causal = random.size(0, 1) == 0;
+        let window = if random.size(0, 1) == 0 { None } else { Some(random.size(0, 40)) };
+        let visibility = if causal { Visibility::Causal } else { Visibility::WholeSegment };
+        let op = RaggedAttention { segments: segments.clone().into(), capacity, heads, visibility, window };
+        let v_tensor = Tensor::from_slice(&v_cache, (slots * capacity, width), &Device::Cpu).unwrap();
+        let expected = values(&op.forward(&tensor(&q, rows), &k_cache, &v_tensor).unwrap());
+        let run = |q: &[f32], segments: &[Segment]| {
+            let call = RaggedCall { segments, capacity, heads, causal, window };
+            let views =
+                (Simt::view(q, heads.heads * head_dim), Simt::view(&keys, capacity), Simt::view(&v_cache, width));
+            Simt.download(&device::attention::ragged(&Simt, &call, &views.0, &views.1, &views.2).unwrap()).unwrap()
+        };
+        let y = run(&q, &segments);
+        assert_close("y", &y, &expected, 1e-4);
+        let first = segments[0].len * heads.heads * head_dim;
+        assert_eq!(run(&q[first..], &segments[1..]), y[first..], "a row depends on other segments");
+        // Enough copies of a segment that its keys are no longer spread over blocks.
+        let many: Vec<Segment> = (0..128).map(|_| segments[1]).collect();
+        if case % 3 == 2 && segments[1].len < 3 {
+            let y_many = run(&q[first..].repeat(128), &many);
+            assert_eq!(y_many[..y.len() - first], y[first..], "spread and unspread keys differ");
+        }
+    }
+}
+
+#[test]
+fn block_attention() {
+    let dims = [8, 20, 64, 80, 160, 33];
+    for case in 0..12u64 {
+        let mut random = Random::new(case);
+        let head_dim = dims[case as usize % dims.len()];
+        let (kv_heads, group, size) = (random.size(1, 2), random.size(1, 4), random.size(1, 7));
+        let heads = HeadLayout { heads: kv_heads * group, kv_heads, head_dim };
+        let (mut sequences, mut context, mut rows) = (Vec::new(), 0, 0);
+        for _ in 0..2 {
+            let length = random.size(0, 70);
+            let blocks: Vec<BlockSpan> = (0..random.size(1, 4))
+                .map(|_| {
+                    let end = random.size(0, length);
+                    let start = random.size(0, end);
+                    rows += size;
+                    let sees_itself = random.size(0, 4) > 0;
+                    BlockSpan { context: context + start..context + end, rows: rows - size..rows, sees_itself }
+                })
+                .collect();
+            sequences.push((context..context + length, blocks));
+            context += length;
+        }
+        let pattern = BlockAttention::new(sequences.clone(), heads).unwrap();
+        let row_ranges: Vec<_> = sequences.iter().map(|(_, b)| b[0].rows.start..b.last().unwrap().rows.end).collect();
+        let call = BlockCall {
+            sequences: sequences
+                .iter()
+                .zip(&row_ranges)
+                .map(|((context, blocks), rows)| BlockSequence { context, rows, blocks })
+                .collect(),
+            context_rows: context,
+            block_rows: rows,
+            heads,
+        };
+        let (wide, width) = (heads.heads * head_dim, kv_heads * head_dim);
+        let q: Vec<f32> = random.values(rows * wide).iter().map(|v| v * 4.0).collect();
+        let [k, v] = [(); 2].map(|()| random.values((context + rows) * width));
+        let grad = random.values(rows * wide);
+        let (qt, kt, vt) = (leaf(&q, rows), leaf(&k, context + rows), leaf(&v, context + rows));
+        let expected = pattern.forward(&qt, &kt, &vt).unwrap();
+        let views = [(&q, wide), (&k, width), (&v, width), (&grad, wide)].map(|(data, cols)| Simt::view(data, cols));
+        let y = device::attention::block(&Simt, &call, &views[0], &views[1], &views[2]).unwrap();
+        assert_close("y", &Simt.download(&y).unwrap(), &values(&expected), 1e-5);
+        let got = device::attention::block_backward(&Simt, &call, &views[0], &views[1], &views[2], &views[3]).unwrap();
+        let expected = gradient(&expected, &grad, &[&qt, &kt, &vt]).concat();
+        assert_close("gradients", &Simt.download(&got).unwrap(), &expected, 1e-4);
+    }
+}
