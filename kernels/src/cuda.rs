@@ -9,7 +9,7 @@ use candle_core::cuda_backend::cudarc::driver::{
     CudaSlice, CudaStream, DevicePtr, DevicePtrMut, LaunchConfig, PushKernelArg, SyncOnDrop,
 };
 use candle_core::cuda_backend::{CudaDType, DeviceId, WrapErr};
-use candle_core::{CudaDevice, CudaStorage, Error, Layout, Result, Storage, Tensor, bail};
+use candle_core::{CudaDevice, CudaStorage, Error, Layout, Result, Storage, bail};
 
 use crate::device::{Arg, Backend, Element, Kernel, Matrix, View};
 use crate::rows::RowLayout;
@@ -21,7 +21,8 @@ macro_rules! modules {
 }
 
 /// Compiled `.cu` files by name.
-const MODULES: &[(&str, &str)] = modules!["adamw", "block", "few_rows", "ragged", "rms_norm", "rope", "silu_mul"];
+const MODULES: &[(&str, &str)] =
+    modules!["adamw", "block", "few_rows", "ragged", "rms_norm", "rope", "silu_mul", "verify", "vocab_loss"];
 
 /// f32 memory of a device.
 pub(crate) type Slice = CudaSlice<f32>;

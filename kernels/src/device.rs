@@ -9,6 +9,8 @@ pub mod attention;
 pub mod elementwise;
 pub mod linear;
 pub mod rms_norm;
+pub mod verify;
+pub mod vocab_loss;
 
 /// What a kernel needs from the machine that runs it.
 pub trait Backend {

@@ -23,6 +23,7 @@ pub mod simd;
 #[doc(hidden)]
 pub mod simt;
 mod threads;
+pub mod verify;
 pub mod vocab_loss;
 
 pub use rms_norm::rms_norm;

@@ -9,9 +9,12 @@ use deepspec_kernels::attention::block::{BlockAttention, BlockSpan};
 use deepspec_kernels::attention::ragged::{RaggedAttention, Segment, Visibility, store_keys};
 use deepspec_kernels::device::attention::{BlockCall, BlockSequence, RaggedCall};
 use deepspec_kernels::device::linear::{Stored, Weight};
-use deepspec_kernels::device::{self, Backend, View};
-use deepspec_kernels::linear::{Linear, Precision};
+use deepspec_kernels::device::vocab_loss::{Heads, LossCall, Row};
+use deepspec_kernels::device::{self, Backend, Matrix, View};
+use deepspec_kernels::linear::{Linear, Packed, Precision};
 use deepspec_kernels::simt::Simt;
+use deepspec_kernels::verify::{DraftBlock, argmax_first, verify_blocks};
+use deepspec_kernels::vocab_loss::{LossRow, VocabLoss};
 
 /// Draws of one test case.
 struct Random(u64);
@@ -305,5 +308,204 @@ fn block_attention() {
         let got = device::attention::block_backward(&Simt, &call, &views[0], &views[1], &views[2], &views[3]).unwrap();
         let expected = gradient(&expected, &grad, &[&qt, &kt, &vt]).concat();
         assert_close("gradients", &Simt.download(&got).unwrap(), &expected, 1e-4);
+    }
+}
+
+/// Probabilities from draws, some of them zero.
+fn distribution(random: &mut Random, n: usize) -> Vec<f32> {
+    let weights: Vec<f32> = random.values(n).iter().map(|v| (4.0 * v).exp() * f32::from(u8::from(*v > -0.5))).collect();
+    let total: f32 = weights.iter().sum::<f32>().max(1e-30);
+    weights.iter().map(|w| w / total).collect()
+}
+
+#[test]
+fn verification() {
+    for case in 0..20 {
+        let mut random = Random::new(case);
+        let vocab = random.size(1, 3000);
+        let lengths: Vec<usize> = (0..random.size(1, 4)).map(|_| random.size(0, 5)).collect();
+        let count: usize = lengths.iter().sum();
+        let draft: Vec<f32> = (0..count).flat_map(|_| distribution(&mut random, vocab)).collect();
+        let mut target: Vec<f32> = (0..count + lengths.len()).flat_map(|_| distribution(&mut random, vocab)).collect();
+        if case % 4 == 0 && count > 0 {
+            // Equal rows: everything is accepted and a residual has no mass.
+            target[..vocab].copy_from_slice(&draft[..vocab]);
+        }
+        let tokens: Vec<u32> = (0..count).map(|_| random.size(0, vocab - 1) as u32).collect();
+        let mut uniform = |n: usize| -> Vec<f64> { (0..n).map(|_| f64::from(random.values(1)[0].abs())).collect() };
+        let (accept, next) = (uniform(count), uniform(count + lengths.len()));
+        let (mut blocks, mut d, mut t) = (Vec::new(), 0, 0);
+        for &length in &lengths {
+            blocks.push(DraftBlock {
+                tokens: &tokens[d..d + length],
+                accept: &accept[d..d + length],
+                next: &next[t..=t + length],
+            });
+            (d, t) = (d + length, t + length + 1);
+        }
+        let draft_tensor = Tensor::from_slice(&draft, (count, vocab), &Device::Cpu).unwrap();
+        let expected = verify_blocks(&tensor(&target, count + lengths.len()), &draft_tensor, &blocks).unwrap();
+        let views = (Simt::view(&target, vocab), Simt::view(&draft, vocab));
+        assert_eq!(device::verify::verify_blocks(&Simt, &views.0, &views.1, &blocks).unwrap(), expected);
+    }
+}
+
+#[test]
+fn first_maximum() {
+    let mut random = Random::new(3);
+    for cols in [1, 2, 255, 256, 1000] {
+        let mut x: Vec<f32> = (0..6 * cols).map(|_| random.size(0, 40) as f32).collect();
+        x[..cols].fill(-3.0);
+        x[cols..2 * cols].fill(f32::NEG_INFINITY);
+        x[2 * cols + random.size(0, cols - 1)] = f32::NAN;
+        x[3 * cols + random.size(0, cols - 1)] = f32::INFINITY;
+        let got = device::verify::argmax_first(&Simt, &Simt::view(&x, cols)).unwrap();
+        for (row, got) in x.chunks(cols).zip(got) {
+            let row = tensor(row, 1);
+            assert_eq!(got, argmax_first(&row).ok().map(|places| places[0]));
+        }
+    }
+}
+
+#[test]
+fn vocabulary_loss() {
+    for case in 0..16 {
+        let mut random = Random::new(case);
+        let (vocab, width, rank) = (random.size(2, 700), random.size(1, 9), random.size(0, 4));
+        let (count, positions) = (random.size(1, 9), random.size(1, 5));
+        let [head, hidden] = [vocab, count].map(|rows| random.values(rows * width));
+        let target: Vec<f32> = random.values(positions * width).iter().map(|v| v * 3.0).collect();
+        let (latent, w2) = (random.values(count * rank), random.values(vocab * rank));
+        let with_target = case % 4 != 0;
+        let kl_temperature = [1.0, 2.0][case as usize % 2];
+        let rows: Vec<Row> = (0..random.size(0, 12))
+            .map(|_| Row {
+                row: random.size(0, count - 1),
+                target: random.size(0, positions - 1),
+                label: Some(random.size(0, vocab - 1) as u32),
+                ce: random.values(1)[0],
+                tv: if with_target { random.values(1)[0] } else { 0.0 },
+                kl: if with_target && case % 3 != 0 { random.values(1)[0] } else { 0.0 },
+            })
+            .collect();
+        let head_tensor = tensor(&head, vocab);
+        let loss = VocabLoss {
+            lm_head: Packed::new(&[&head], width, None, Precision::F32).unwrap().into(),
+            lm_head_weight: head_tensor.clone(),
+            rows: rows
+                .iter()
+                .map(|r| LossRow {
+                    row: r.row,
+                    target: r.target,
+                    label: r.label.unwrap(),
+                    ce: r.ce,
+                    tv: r.tv,
+                    kl: r.kl,
+                })
+                .collect(),
+            kl_temperature,
+            with_target,
+        };
+        let at = |data: &[f32], rows: usize, cols: usize| {
+            candle_core::Var::from_tensor(&Tensor::from_slice(data, (rows, cols), &Device::Cpu).unwrap()).unwrap()
+        };
+        let vars = [at(&hidden, count, width), at(&latent, count, rank), at(&w2, vocab, rank)];
+        let expected = loss.forward(&vars[0], &vars[1], &vars[2], &tensor(&target, positions)).unwrap();
+        let call = LossCall { rows: &rows, draft_tokens: None, kl_temperature, with_target, chunk_rows: Some(4) };
+        let matrix = |data: &[f32], cols: usize| Matrix::new(data.as_ptr() as u64, vocab, cols);
+        let heads = Heads { draft: matrix(&head, width), target: matrix(&head, width), w2: matrix(&w2, rank) };
+        let latent_view = View { count, ..Simt::view(&latent, rank) };
+        let views = (Simt::view(&hidden, width), latent_view, Simt::view(&target, width));
+        let got = device::vocab_loss::forward(&Simt, &call, &views.0, &views.1, &views.2, &heads).unwrap();
+        let terms: Vec<f32> = expected.terms.iter().flat_map(|t| [t.ce, t.tv, t.kl]).collect();
+        assert_close("terms", &got.terms.concat(), &terms, 2e-5);
+        let grads = expected.loss.sum_all().unwrap().backward().unwrap();
+        for (var, got) in vars.iter().zip([&got.hidden, &got.latent, &got.w2]) {
+            let expected = grads.get(var).map_or_else(|| vec![0.0; var.elem_count()], values);
+            assert_close("gradient", &Simt.download(got).unwrap(), &expected, 2e-5);
+        }
+    }
+}
+
+/// A drafter with a part of the vocabulary, against plain f64 loops.
+#[test]
+fn vocabulary_loss_of_a_draft_vocabulary() {
+    for case in 0..8 {
+        let mut random = Random::new(case);
+        let (target_vocab, width) = (random.size(2, 500), random.size(1, 6));
+        let mut tokens: Vec<u32> = (0..target_vocab as u32).filter(|_| random.size(0, 2) == 0).collect();
+        if tokens.is_empty() {
+            tokens.push(target_vocab as u32 - 1);
+        }
+        let vocab = tokens.len();
+        let temperature = [1.0f32, 2.0][case as usize % 2];
+        let target_head = random.values(target_vocab * width);
+        let head: Vec<f32> = tokens.iter().flat_map(|&t| target_head[t as usize * width..][..width].to_vec()).collect();
+        let (hidden, target) = (random.values(2 * width), random.values(2 * width));
+        let rows = [(0, 1, Some(vocab as u32 - 1)), (1, 0, None)].map(|(row, target, label)| Row {
+            row,
+            target,
+            label,
+            ce: 0.5,
+            tv: 0.7,
+            kl: 0.3,
+        });
+        let tokens_slice = Some(&tokens[..]);
+        let call = LossCall {
+            rows: &rows,
+            draft_tokens: tokens_slice,
+            kl_temperature: temperature,
+            with_target: true,
+            chunk_rows: None,
+        };
+        let matrix = |data: &[f32], rows: usize, cols: usize| Matrix::new(data.as_ptr() as u64, rows, cols);
+        let heads = Heads {
+            draft: matrix(&head, vocab, width),
+            target: matrix(&target_head, target_vocab, width),
+            w2: matrix(&[], vocab, 0),
+        };
+        let latent = View { count: 2, ..Simt::view(&[], 0) };
+        let run = |hidden: &[f32]| {
+            let (hidden, target) = (Simt::view(hidden, width), Simt::view(&target, width));
+            device::vocab_loss::forward(&Simt, &call, &hidden, &latent, &target, &heads).unwrap()
+        };
+        let softmax = |logits: &[f64], t: f64| -> Vec<f64> {
+            let total: f64 = logits.iter().map(|u| (u / t).exp()).sum();
+            logits.iter().map(|u| (u / t).exp() / total).collect()
+        };
+        let logits = |x: &[f64], head: &[f32]| -> Vec<f64> {
+            head.chunks(width).map(|row| row.iter().zip(x).map(|(w, x)| f64::from(*w) * x).sum()).collect()
+        };
+        let loss = |row: &Row, hidden: &[f64]| -> ([f64; 3], f64) {
+            let x: Vec<f64> = target[row.target * width..][..width].iter().map(|v| f64::from(*v)).collect();
+            let (u, t) = (logits(hidden, &head), logits(&x, &target_head));
+            let (p, q) = (softmax(&u, 1.0), softmax(&t, 1.0));
+            let outside: f64 = (0..target_vocab).filter(|v| !tokens.contains(&(*v as u32))).map(|v| q[v]).sum();
+            let tv = p.iter().zip(&tokens).map(|(p, &t)| (p - q[t as usize]).abs()).sum::<f64>() + outside;
+            let (pt, qt) = (softmax(&u, f64::from(temperature)), softmax(&t, f64::from(temperature)));
+            let kl = pt.iter().zip(&tokens).map(|(p, &t)| qt[t as usize] * (qt[t as usize] / p).ln()).sum::<f64>();
+            let ce = row.label.map_or(0.0, |label| -p[label as usize].ln());
+            let total = f64::from(row.ce) * ce + f64::from(row.tv) * tv + f64::from(row.kl) * kl;
+            ([ce, tv, kl], total)
+        };
+        let got = run(&hidden);
+        let gradient = Simt.download(&got.hidden).unwrap();
+        for (i, row) in rows.iter().enumerate() {
+            let x: Vec<f64> = hidden[row.row * width..][..width].iter().map(|v| f64::from(*v)).collect();
+            let expected = loss(row, &x).0.map(|v| v as f32);
+            assert_close("terms", &got.terms[i], &expected, 2e-5);
+            for d in 0..width {
+                let shifted = |by: f64| {
+                    let mut x = x.clone();
+                    x[d] += by;
+                    loss(row, &x).1
+                };
+                let expected = (shifted(1e-6) - shifted(-1e-6)) / 2e-6;
+                assert!(
+                    (f64::from(gradient[row.row * width + d]) - expected).abs() < 1e-4,
+                    "case {case}, row {i}, {d}"
+                );
+            }
+        }
     }
 }

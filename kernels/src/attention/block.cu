@@ -257,20 +257,20 @@ __device__ __forceinline__ void backward_keys(const float* q, int q_stride, cons
 }
 
 #define BLOCK_ATTENTION(DIM, FORWARD_R, BACKWARD_R, N, QUERIES)                                                                        \
-    extern "C" __global__ void __launch_bounds__(THREADS) block_attention_##DIM(                                                       \
+    extern "C" __global__ void __launch_bounds__(THREADS, 3) block_attention_##DIM(                                                       \
         const float* __restrict__ q, int q_stride, const float* __restrict__ k, int k_stride, const float* __restrict__ v,             \
         int v_stride, float* __restrict__ y, const Item* __restrict__ items, int context_rows, int kv_heads, int group, int dim,       \
         float scale) {                                                                                                                 \
         forward<DIM, FORWARD_R>(q, q_stride, k, k_stride, v, v_stride, y, items, context_rows, kv_heads, group, dim, scale);           \
     }                                                                                                                                  \
-    extern "C" __global__ void __launch_bounds__(THREADS) block_attention_rows_##DIM(                                                  \
+    extern "C" __global__ void __launch_bounds__(THREADS, 3) block_attention_rows_##DIM(                                                  \
         const float* __restrict__ q, int q_stride, const float* __restrict__ k, int k_stride, const float* __restrict__ v,             \
         int v_stride, const float* __restrict__ grad, int grad_stride, float* __restrict__ dq, float* __restrict__ stats,              \
         const Item* __restrict__ items, int context_rows, int kv_heads, int group, int dim, float scale) {                             \
         backward_rows<DIM, BACKWARD_R>(q, q_stride, k, k_stride, v, v_stride, grad, grad_stride, dq, stats, items, context_rows,       \
                                        kv_heads, group, dim, scale);                                                                   \
     }                                                                                                                                  \
-    extern "C" __global__ void __launch_bounds__(THREADS) block_attention_keys_##DIM(                                                  \
+    extern "C" __global__ void __launch_bounds__(THREADS, 3) block_attention_keys_##DIM(                                                  \
         const float* __restrict__ q, int q_stride, const float* __restrict__ k, int k_stride, const float* __restrict__ v,             \
         int v_stride, const float* __restrict__ grad, int grad_stride, const float* __restrict__ stats, float* __restrict__ dk,        \
         float* __restrict__ dv, const KeyTile* __restrict__ tiles, const Span* __restrict__ spans, int context_rows, int kv_heads,     \

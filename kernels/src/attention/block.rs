@@ -118,12 +118,11 @@ impl BlockAttention {
 
     #[cfg(feature = "cuda")]
     fn device_call(&self) -> device::BlockCall<'_> {
-        let sequence = |s| {
-            let Sequence { context, rows, blocks } = s;
-            device::BlockSequence { context, rows, blocks }
-        };
+        let sequences = self.sequences.iter();
         device::BlockCall {
-            sequences: self.sequences.iter().map(sequence).collect(),
+            sequences: sequences
+                .map(|Sequence { context, rows, blocks }| device::BlockSequence { context, rows, blocks })
+                .collect(),
             context_rows: self.context_rows,
             block_rows: self.block_rows,
             heads: self.heads,

@@ -118,8 +118,8 @@ __device__ __forceinline__ void ragged_attention(const float* __restrict__ q, in
     }
 }
 
-#define RAGGED(name, DIM, R)                                                                                                        \
-    extern "C" __global__ void __launch_bounds__(THREADS)                                                                           \
+#define RAGGED(name, DIM, R, BLOCKS)                                                                                                     \
+    extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)                                                                      \
         name(const float* __restrict__ q, int q_stride, const float* __restrict__ k_cache, const float* __restrict__ v_cache,       \
              float* __restrict__ y, const Item* __restrict__ items, int capacity, int kv_heads, int group, int dim, float scale,    \
              int causal, int window, float* __restrict__ parts, float* __restrict__ stats) {                                        \
@@ -127,10 +127,10 @@ __device__ __forceinline__ void ragged_attention(const float* __restrict__ q, in
                                  parts, stats);                                                                                     \
     }
 
-RAGGED(ragged_attention_32, 32, 4)
-RAGGED(ragged_attention_64, 64, 4)
-RAGGED(ragged_attention_128, 128, 4)
-RAGGED(ragged_attention_256, 256, 2)
+RAGGED(ragged_attention_32, 32, 4, 3)
+RAGGED(ragged_attention_64, 64, 4, 3)
+RAGGED(ragged_attention_128, 128, 4, 2)
+RAGGED(ragged_attention_256, 256, 2, 3)
 
 // Joins the stretches of a query vector; a block each.
 extern "C" __global__ void __launch_bounds__(THREADS)

@@ -115,7 +115,7 @@ __device__ __forceinline__ void linear(const float* __restrict__ x, int x_stride
 
 // `bias` may be null.
 #define LINEAR(name, W, ROWS, OUTPUTS)                                                                                             \
-    extern "C" __global__ void __launch_bounds__(WARPS * 32)                                                                       \
+    extern "C" __global__ void __launch_bounds__(WARPS * 32, 4)                                                                       \
         name(const float* __restrict__ x, int x_stride, const W* __restrict__ weight, const float* __restrict__ bias,              \
              float* __restrict__ y, int rows, int inputs, int outputs) {                                                           \
         linear<ROWS, OUTPUTS, W>(x, x_stride, weight, bias, y, rows, inputs, outputs);                                             \

@@ -25,6 +25,12 @@ namespace rope_file {
 namespace silu_mul {
 #include "silu_mul.cu"
 }
+namespace verify {
+#include "verify.cu"
+}
+namespace vocab_loss {
+#include "vocab_loss.cu"
+}
 
 namespace {
 
@@ -48,6 +54,11 @@ const Entry ENTRIES[] = {
     KERNEL(silu_mul, silu_mul_backward),
     KERNEL(adamw_file, adamw),
     KERNEL(adamw_file, square_sums),
+    KERNEL(verify, argmax_first),
+    KERNEL(verify, verify_blocks),
+    KERNEL(vocab_loss, vocab_loss_rows),
+    KERNEL(vocab_loss, gather_rows),
+    KERNEL(vocab_loss, add_rows),
     KERNEL(few_rows, linear_f32_1),
     KERNEL(few_rows, linear_f32_2),
     KERNEL(few_rows, linear_f32_4),
