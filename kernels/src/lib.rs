@@ -26,5 +26,10 @@ mod threads;
 pub mod verify;
 pub mod vocab_loss;
 
+/// Instruction sets that the kernels use on this machine: for floats, then for eight-bit integers.
+pub fn instruction_set() -> String {
+    format!("{}/{}", simd::level().name(), linear::int8_level())
+}
+
 pub use rms_norm::rms_norm;
 pub use silu_mul::silu_mul;

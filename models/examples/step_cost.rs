@@ -18,7 +18,7 @@ fn main() {
 fn measure() {
     let path = std::env::args().nth(1).unwrap();
     let gguf = Arc::new(Gguf::open(path).unwrap());
-    for precision in [Precision::F32, Precision::Bf16] {
+    for precision in [Precision::F32, Precision::Bf16, Precision::Q8] {
         let weights = Weights::from_gguf(gguf.clone(), DType::F32, &Device::Cpu).unwrap();
         let target = Target::load(TargetConfig::from_gguf(&gguf).unwrap(), &weights, precision).unwrap();
         let bytes = target.weight_bytes() as f64;

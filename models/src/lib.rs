@@ -14,6 +14,6 @@ pub mod speculate;
 pub mod target;
 pub mod weights;
 
+pub use deepspec_kernels::instruction_set;
 pub use deepspec_kernels::linear;
-pub use deepspec_kernels::simd::level as instruction_set;
 pub use error::{Error, Result};

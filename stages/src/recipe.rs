@@ -61,6 +61,8 @@ pub enum Precision {
     F32,
     /// 2 bytes a weight, rounded to bfloat16.
     Bf16,
+    /// 1 byte a weight with a scale per output and group of inputs; activations in 8 bits too.
+    Q8,
 }
 
 /// `[data]`: where prompts come from and what of them is used.

@@ -33,6 +33,7 @@ pub fn packing(precision: Precision) -> Packing {
     match precision {
         Precision::F32 => Packing::F32,
         Precision::Bf16 => Packing::Bf16,
+        Precision::Q8 => Packing::Q8,
     }
 }
 
@@ -62,12 +63,9 @@ impl TargetModel {
             config.hidden_size,
             config.vocab_size,
             target.weight_bytes() as f64 / 1e6,
-            match recipe.precision {
-                Precision::F32 => "f32",
-                Precision::Bf16 => "bf16",
-            },
+            packing(recipe.precision).name(),
             text.stop_ids(),
-            deepspec_models::instruction_set().name(),
+            deepspec_models::instruction_set(),
             rayon::current_num_threads(),
         ));
         Ok(Self { name: resolved.name, path: resolved.path, target, text, fingerprint })

@@ -7,6 +7,11 @@
 //!   go to cuBLAS.
 //! * [`Linear::trainable`]: the weight stays a candle tensor `[out, in]`, as in checkpoints, and takes part in autograd.
 
+mod aligned;
+#[cfg(target_arch = "x86_64")]
+mod amx;
+mod float;
+mod int8;
 mod packed;
 
 use std::sync::Arc;
@@ -21,6 +26,11 @@ use crate::rows::Rows;
 
 /// Most rows for which a row's result on a CUDA device does not depend on the others in the call.
 pub const INVARIANT_ROWS: usize = 64;
+
+/// Name of the instruction set that eight-bit layers use on this machine.
+pub(crate) fn int8_level() -> &'static str {
+    int8::IntLevel::detect().name()
+}
 
 /// A linear layer; see the module documentation.
 #[derive(Debug, Clone)]
@@ -58,7 +68,11 @@ impl Linear {
             if !first.device().is_cuda() {
                 return Ok(Linear::Dense { weight, bias: bias.cloned() });
             }
-            let stored = if precision == Precision::Bf16 { DType::BF16 } else { DType::F32 };
+            let stored = match precision {
+                Precision::F32 => DType::F32,
+                Precision::Bf16 => DType::BF16,
+                Precision::Int8 => bail!("eight-bit weights have no CUDA kernel; choose bf16 or f32"),
+            };
             let bias = bias.map(|b| b.to_dtype(DType::F32)?.contiguous()).transpose()?;
             return Ok(Linear::Device { weight: weight.to_dtype(stored)?.contiguous()?, bias });
         }
@@ -119,7 +133,7 @@ impl Linear {
             Linear::Device { weight, bias } if x.dims2()?.0 <= INVARIANT_ROWS => {
                 x.apply_op2_no_bwd(weight, &FewRows { bias: bias.clone() })
             }
-            Linear::Device { weight, bias } => dense(x, &weight.to_dtype(DType::F32)?, bias.as_ref()),
+            Linear::Device { weight, bias } => dense(&x.contiguous()?, &weight.to_dtype(DType::F32)?, bias.as_ref()),
             Linear::Dense { weight, bias } => dense(x, weight, bias.as_ref()),
         }
     }

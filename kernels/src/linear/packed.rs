@@ -1,38 +1,57 @@
-//! Weights packed into panels of 32 outputs, and the matrix kernel over them.
+//! Weights packed into panels of 32 outputs, and the walk over rows and panels.
 //!
-//! A panel holds, for each input k, its 32 outputs' weights side by side: `panel[k][0..32]`. The kernel keeps a tile of
-//! up to [`TILE_ROWS`] rows × 32 outputs in registers and walks k once, so each weight is loaded once per tile and
-//! serves all its rows. Every output is one chain of fused multiply-adds over k = 0, 1, 2, … (a multiply and an add on
-//! processors without FMA): the order does not depend on the number of rows or threads.
+//! A panel holds, for each input k, its 32 outputs' weights side by side: `panel[k][0..32]` (four inputs at a time in
+//! eight bits). Threads share the panels; the kernels of [`super::float`] and [`super::int8`] compute a few rows of one
+//! panel. Every output is computed in one order of operations that does not depend on the number of rows or threads.
 
 use candle_core::{Result, bail};
 use half::bf16;
 use rayon::prelude::*;
 
+use super::aligned::Aligned;
+use super::float::{tile_bf16, tile_f32};
+use super::int8::{Int8Panels, Int8Rows};
 use crate::rows::Rows;
 use crate::simd::{Level, level};
 use crate::threads;
 
 /// Outputs per panel.
-const PANEL: usize = 32;
+pub(super) const PANEL: usize = 32;
 /// Rows per register tile (AVX-512: 12 × 2 accumulators of 16 lanes).
-const TILE_ROWS: usize = 12;
+pub(super) const TILE_ROWS: usize = 12;
+/// Rows that any kernel takes at a time.
+const MOST_TILE_ROWS: usize = 16;
 /// Rows walked per pass over a thread's panels, so that they stay in the second-level cache.
 const ROWS_PER_PASS: usize = 96;
 
-/// How weights are stored in memory. Arithmetic is f32 in both.
+/// How weights are stored, and what arithmetic follows from it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Precision {
-    /// 4 bytes a weight.
+    /// 4 bytes a weight, arithmetic in f32.
     F32,
-    /// 2 bytes a weight (rounded to bfloat16), widened when loaded.
+    /// 2 bytes a weight (rounded to bfloat16), widened when loaded; arithmetic in f32.
     Bf16,
+    /// 1 byte a weight with a scale per output and 64 inputs. Activations are rounded to 16 bits per row, sums of a group
+    /// are exact integers, scaled and added in f32.
+    Q8,
+}
+
+impl Precision {
+    /// Name in recipes and tables.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::F32 => "f32",
+            Self::Bf16 => "bf16",
+            Self::Q8 => "q8",
+        }
+    }
 }
 
 #[derive(Debug)]
 enum Panels {
-    F32(Vec<f32>),
-    Bf16(Vec<bf16>),
+    F32(Aligned<f32>),
+    Bf16(Aligned<bf16>),
+    Int8(Int8Panels),
 }
 
 /// Packed weights of one (or several fused) linear layers.
@@ -80,17 +99,18 @@ impl Packed {
         };
         let panels = match precision {
             Precision::F32 => {
-                let mut data = vec![0f32; panels * inputs * PANEL];
+                let mut data = Aligned::<f32>::zeros(panels * inputs * PANEL);
                 data.par_chunks_mut(inputs * PANEL).enumerate().for_each(|(i, p)| fill(i, &mut |at, w| p[at] = w));
                 Panels::F32(data)
             }
             Precision::Bf16 => {
-                let mut data = vec![bf16::ZERO; panels * inputs * PANEL];
+                let mut data = Aligned::<bf16>::zeros(panels * inputs * PANEL);
                 data.par_chunks_mut(inputs * PANEL)
                     .enumerate()
                     .for_each(|(i, p)| fill(i, &mut |at, w| p[at] = bf16::from_f32(w)));
                 Panels::Bf16(data)
             }
+            Precision::Q8 => Panels::Int8(Int8Panels::pack(inputs, outputs, row)),
         };
         Ok(Self { panels, bias, inputs, outputs, level: level() })
     }
@@ -110,6 +130,7 @@ impl Packed {
         match &self.panels {
             Panels::F32(data) => data.len() * 4,
             Panels::Bf16(data) => data.len() * 2,
+            Panels::Int8(panels) => panels.bytes(),
         }
     }
 
@@ -121,35 +142,45 @@ impl Packed {
         let work = x.count * self.inputs * self.outputs;
         let shares = if work < 1 << 15 { 1 } else { threads::count().min(panels) };
         let out = Out { data: y.as_mut_ptr(), stride: self.outputs };
-        let run = |share: usize| {
+        let kernel = self.kernel(x);
+        threads::run(shares, |share| {
+            let _tiles = kernel.configure();
             let (from, to) = (panels * share / shares, panels * (share + 1) / shares);
             let mut first = 0;
             while first < x.count {
                 let last = (first + ROWS_PER_PASS).min(x.count);
                 for panel in from..to {
-                    self.panel_rows(x, panel, first, last, &out);
+                    self.panel_rows(&kernel, panel, first, last, &out);
                 }
                 first = last;
             }
-        };
-        threads::run(shares, run);
+        });
     }
 
-    fn panel_rows(&self, x: Rows<'_>, panel: usize, first: usize, last: usize, out: &Out) {
+    fn kernel<'a>(&'a self, x: Rows<'a>) -> Kernel<'a> {
+        match &self.panels {
+            Panels::F32(data) => Kernel::F32 { data, x },
+            Panels::Bf16(data) => Kernel::Bf16 { data, x },
+            Panels::Int8(panels) => Kernel::Int8 { panels, rows: panels.quantise(x) },
+        }
+    }
+
+    fn panel_rows(&self, kernel: &Kernel<'_>, panel: usize, first: usize, last: usize, out: &Out) {
         let column = panel * PANEL;
         let width = PANEL.min(self.outputs - column);
         let span = panel * self.inputs * PANEL..(panel + 1) * self.inputs * PANEL;
+        let mut tile = [[0f32; PANEL]; MOST_TILE_ROWS];
         let mut row = first;
         while row < last {
-            let rows = TILE_ROWS.min(last - row);
-            let mut a: [&[f32]; TILE_ROWS] = [&[]; TILE_ROWS];
-            for (i, slot) in a.iter_mut().enumerate().take(rows) {
-                *slot = x.row(row + i);
-            }
-            let mut tile = [[0f32; PANEL]; TILE_ROWS];
-            match &self.panels {
-                Panels::F32(data) => tile_f32(self.level, &data[span.clone()], &a[..rows], &mut tile),
-                Panels::Bf16(data) => tile_bf16(self.level, &data[span.clone()], &a[..rows], &mut tile),
+            let rows = kernel.tile_rows().min(last - row);
+            match kernel {
+                Kernel::F32 { data, x } => {
+                    tile_f32(self.level, &data[span.clone()], &tile_slices(x, row, rows)[..rows], &mut tile)
+                }
+                Kernel::Bf16 { data, x } => {
+                    tile_bf16(self.level, &data[span.clone()], &tile_slices(x, row, rows)[..rows], &mut tile)
+                }
+                Kernel::Int8 { panels, rows: x, .. } => panels.tile(x, panel, row, rows, &mut tile),
             }
             for (i, values) in tile[..rows].iter_mut().enumerate() {
                 if let Some(bias) = &self.bias {
@@ -163,6 +194,41 @@ impl Packed {
             row += rows;
         }
     }
+}
+
+/// Panels and the rows they meet, in the form that their kernel reads.
+enum Kernel<'a> {
+    F32 { data: &'a [f32], x: Rows<'a> },
+    Bf16 { data: &'a [bf16], x: Rows<'a> },
+    Int8 { panels: &'a Int8Panels, rows: Int8Rows },
+}
+
+impl Kernel<'_> {
+    fn tile_rows(&self) -> usize {
+        match self {
+            Self::F32 { .. } | Self::Bf16 { .. } => TILE_ROWS,
+            Self::Int8 { rows, .. } => rows.tile_rows(),
+        }
+    }
+
+    /// Prepares this thread.
+    #[cfg(target_arch = "x86_64")]
+    fn configure(&self) -> Option<super::amx::Tiles> {
+        match self {
+            Self::Int8 { rows, .. } if rows.amx() => {
+                // SAFETY: rows are meant for the unit only where it is usable.
+                Some(unsafe { super::amx::Tiles::configure() })
+            }
+            _ => None,
+        }
+    }
+
+    #[cfg(not(target_arch = "x86_64"))]
+    fn configure(&self) {}
+}
+
+fn tile_slices<'a>(x: &Rows<'a>, first: usize, rows: usize) -> [&'a [f32]; TILE_ROWS] {
+    std::array::from_fn(|i| if i < rows { x.row(first + i) } else { &[] as &[f32] })
 }
 
 /// Output matrix that threads write disjoint columns of.
@@ -183,172 +249,6 @@ impl Out {
             std::ptr::copy_nonoverlapping(values.as_ptr(), self.data.add(row * self.stride + column), values.len());
         }
     }
-}
-
-type Tile = [[f32; PANEL]; TILE_ROWS];
-
-fn tile_f32(level: Level, panel: &[f32], a: &[&[f32]], tile: &mut Tile) {
-    match level {
-        #[cfg(target_arch = "x86_64")]
-        // SAFETY: `level` says that the processor has these features; every row of `a` is as long as the panel is deep.
-        Level::Avx512 => unsafe { x86::avx512_f32(panel, a, tile) },
-        #[cfg(target_arch = "x86_64")]
-        // SAFETY: as above.
-        Level::Avx2 => unsafe { x86::avx2_f32(panel, a, tile) },
-        _ => tile_portable(panel, |w| *w, a, tile),
-    }
-}
-
-fn tile_bf16(level: Level, panel: &[bf16], a: &[&[f32]], tile: &mut Tile) {
-    match level {
-        #[cfg(target_arch = "x86_64")]
-        // SAFETY: as in `tile_f32`.
-        Level::Avx512 => unsafe { x86::avx512_bf16(panel, a, tile) },
-        #[cfg(target_arch = "x86_64")]
-        // SAFETY: as above.
-        Level::Avx2 => unsafe { x86::avx2_bf16(panel, a, tile) },
-        _ => tile_portable(panel, |w| w.to_f32(), a, tile),
-    }
-}
-
-fn tile_portable<W>(panel: &[W], widen: impl Fn(&W) -> f32, a: &[&[f32]], tile: &mut Tile) {
-    for (row, sums) in a.iter().zip(tile.iter_mut()) {
-        for (&x, weights) in row.iter().zip(panel.chunks_exact(PANEL)) {
-            for (sum, weight) in sums.iter_mut().zip(weights) {
-                *sum += x * widen(weight);
-            }
-        }
-    }
-}
-
-#[cfg(target_arch = "x86_64")]
-mod x86 {
-    //! Register tiles for AVX-512 (rows × 32) and AVX2 (rows × 16, twice a panel).
-
-    use std::arch::x86_64::{
-        _MM_HINT_T0, _mm_loadu_si128, _mm_prefetch, _mm256_castsi256_ps, _mm256_cvtepu16_epi32, _mm256_fmadd_ps,
-        _mm256_loadu_ps, _mm256_loadu_si256, _mm256_set1_ps, _mm256_setzero_ps, _mm256_slli_epi32, _mm256_storeu_ps,
-        _mm512_castsi512_ps, _mm512_cvtepu16_epi32, _mm512_fmadd_ps, _mm512_loadu_ps, _mm512_set1_ps,
-        _mm512_setzero_ps, _mm512_slli_epi32, _mm512_storeu_ps,
-    };
-
-    use half::bf16;
-
-    use super::{PANEL, Tile};
-
-    /// Steps of k that weights are fetched ahead.
-    const AHEAD: usize = 32;
-
-    /// Defines `$name(panel, a, tile)` for panels of `$weight`: `$kernel::<R>` on tiles of R = 1 … `$most` rows.
-    macro_rules! tiles {
-        ($name:ident, $kernel:ident, $weight:ty, $most:literal, [$($rows:literal),+]) => {
-            /// # Safety
-            /// The processor has the features; the panel is `a[i].len()` deep for every row.
-            pub(super) unsafe fn $name(panel: &[$weight], a: &[&[f32]], tile: &mut Tile) {
-                let mut done = 0;
-                while done < a.len() {
-                    let rows = (a.len() - done).min($most);
-                    let (a, tile) = (&a[done..done + rows], &mut tile[done..done + rows]);
-                    debug_assert!(a.iter().all(|row| row.len() * PANEL == panel.len()));
-                    match rows {
-                        // SAFETY: promised by the caller.
-                        $($rows => unsafe { $kernel::<$rows>(panel, a, tile) },)+
-                        _ => unreachable!("a tile has at most {} rows", $most),
-                    }
-                    done += rows;
-                }
-            }
-        };
-    }
-
-    macro_rules! avx512_kernel {
-        ($kernel:ident, $weight:ty, |$p:ident| $load:expr) => {
-            #[target_feature(enable = "avx512f")]
-            unsafe fn $kernel<const R: usize>(panel: &[$weight], a: &[&[f32]], tile: &mut [[f32; PANEL]]) {
-                let depth = panel.len() / PANEL;
-                let mut rows = [std::ptr::null(); R];
-                for (pointer, row) in rows.iter_mut().zip(a) {
-                    *pointer = row.as_ptr();
-                }
-                let mut sums = [[_mm512_setzero_ps(); 2]; R];
-                let mut weights = panel.as_ptr();
-                for k in 0..depth {
-                    // SAFETY: k < depth, which is the length of each row and the number of 32-weight steps in the panel.
-                    unsafe {
-                        // The hardware prefetcher stops at page borders; a hint past the end of the panel is harmless.
-                        _mm_prefetch::<_MM_HINT_T0>(weights.wrapping_add(AHEAD * PANEL).cast());
-                        if size_of::<$weight>() == 4 {
-                            _mm_prefetch::<_MM_HINT_T0>(weights.wrapping_add(AHEAD * PANEL + 16).cast());
-                        }
-                        let $p = weights;
-                        let low = $load;
-                        let $p = weights.add(16);
-                        let high = $load;
-                        for r in 0..R {
-                            let x = _mm512_set1_ps(*rows[r].add(k));
-                            sums[r][0] = _mm512_fmadd_ps(x, low, sums[r][0]);
-                            sums[r][1] = _mm512_fmadd_ps(x, high, sums[r][1]);
-                        }
-                        weights = weights.add(PANEL);
-                    }
-                }
-                for (out, sum) in tile.iter_mut().zip(&sums) {
-                    // SAFETY: a tile row holds 32 values.
-                    unsafe {
-                        _mm512_storeu_ps(out.as_mut_ptr(), sum[0]);
-                        _mm512_storeu_ps(out.as_mut_ptr().add(16), sum[1]);
-                    }
-                }
-            }
-        };
-    }
-
-    macro_rules! avx2_kernel {
-        ($kernel:ident, $weight:ty, |$p:ident| $load:expr) => {
-            #[target_feature(enable = "avx2,fma")]
-            unsafe fn $kernel<const R: usize>(panel: &[$weight], a: &[&[f32]], tile: &mut [[f32; PANEL]]) {
-                let depth = panel.len() / PANEL;
-                for half in [0, PANEL / 2] {
-                    let mut sums = [[_mm256_setzero_ps(); 2]; R];
-                    for k in 0..depth {
-                        // SAFETY: k < depth, which is the length of each row and the number of 32-weight steps in the panel.
-                        unsafe {
-                            let $p = panel.as_ptr().add(k * PANEL + half);
-                            let low = $load;
-                            let $p = panel.as_ptr().add(k * PANEL + half + 8);
-                            let high = $load;
-                            for r in 0..R {
-                                let x = _mm256_set1_ps(*a.get_unchecked(r).get_unchecked(k));
-                                sums[r][0] = _mm256_fmadd_ps(x, low, sums[r][0]);
-                                sums[r][1] = _mm256_fmadd_ps(x, high, sums[r][1]);
-                            }
-                        }
-                    }
-                    for (out, sum) in tile.iter_mut().zip(&sums) {
-                        // SAFETY: a tile row holds 32 values, `half` is 0 or 16.
-                        unsafe {
-                            _mm256_storeu_ps(out.as_mut_ptr().add(half), sum[0]);
-                            _mm256_storeu_ps(out.as_mut_ptr().add(half + 8), sum[1]);
-                        }
-                    }
-                }
-            }
-        };
-    }
-
-    avx512_kernel!(avx512_f32_rows, f32, |p| _mm512_loadu_ps(p));
-    avx512_kernel!(avx512_bf16_rows, bf16, |p| _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(
-        _mm256_loadu_si256(p.cast())
-    ))));
-    avx2_kernel!(avx2_f32_rows, f32, |p| _mm256_loadu_ps(p));
-    avx2_kernel!(avx2_bf16_rows, bf16, |p| _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(
-        _mm_loadu_si128(p.cast())
-    ))));
-
-    tiles!(avx512_f32, avx512_f32_rows, f32, 12, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]);
-    tiles!(avx512_bf16, avx512_bf16_rows, bf16, 12, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]);
-    tiles!(avx2_f32, avx2_f32_rows, f32, 6, [1, 2, 3, 4, 5, 6]);
-    tiles!(avx2_bf16, avx2_bf16_rows, bf16, 6, [1, 2, 3, 4, 5, 6]);
 }
 
 #[cfg(test)]
@@ -380,29 +280,59 @@ mod tests {
         y
     }
 
+    /// A row rounded to multiples of its largest magnitude / `levels`.
+    fn rounded(row: &[f32], levels: f32) -> Vec<f64> {
+        let scale = row.iter().fold(0f32, |a, w| a.max(w.abs())) / levels;
+        row.iter()
+            .map(|w| if scale > 0.0 { f64::from((w / scale).round_ties_even()) * f64::from(scale) } else { 0.0 })
+            .collect()
+    }
+
+    /// The output of one row and one weight row in f64, with the rounding that the precision asks for.
+    fn reference(x: &[f32], w: &[f32], precision: Precision) -> f64 {
+        let dot =
+            |a: &mut dyn Iterator<Item = f64>, b: &mut dyn Iterator<Item = f64>| a.zip(b).map(|(a, b)| a * b).sum();
+        match precision {
+            Precision::F32 => dot(&mut x.iter().map(|&x| x.into()), &mut w.iter().map(|&w| w.into())),
+            Precision::Bf16 => {
+                dot(&mut x.iter().map(|&x| x.into()), &mut w.iter().map(|&w| bf16::from_f32(w).to_f32().into()))
+            }
+            Precision::Q8 => {
+                let w: Vec<f64> = w.chunks(64).flat_map(|group| rounded(group, 127.0)).collect();
+                dot(&mut rounded(x, 32639.0).into_iter(), &mut w.into_iter())
+            }
+        }
+    }
+
+    const PRECISIONS: [Precision; 3] = [Precision::F32, Precision::Bf16, Precision::Q8];
+
     proptest! {
-        #![proptest_config(ProptestConfig::with_cases(64))]
+        #![proptest_config(ProptestConfig::with_cases(96))]
         #[test]
         fn matches_f64_and_does_not_depend_on_the_batch(
-            seed in any::<u64>(), rows in 1usize..40, inputs in 1usize..90, outputs in 1usize..140, bf16_stored in any::<bool>(),
+            seed in any::<u64>(), rows in 1usize..70, inputs in 1usize..200, outputs in 1usize..140, kind in 0usize..3,
         ) {
             let weights = random(seed, outputs * inputs);
             let x = random(seed ^ 1, rows * inputs);
             let bias = random(seed ^ 2, outputs);
-            let precision = if bf16_stored { Precision::Bf16 } else { Precision::F32 };
+            let precision = PRECISIONS[kind];
             let packed = Packed::new(&[&weights], inputs, Some(bias.clone()), precision).unwrap();
             let y = run(&packed, &x, rows);
             for row in 0..rows {
-                let alone = run(&packed, &x[row * inputs..(row + 1) * inputs], 1);
+                let x = &x[row * inputs..(row + 1) * inputs];
+                let alone = run(&packed, x, 1);
                 prop_assert_eq!(&alone[..], &y[row * outputs..(row + 1) * outputs], "row {} depends on its batch", row);
                 for output in 0..outputs {
-                    let mut expected = f64::from(bias[output]);
-                    for k in 0..inputs {
-                        let w = weights[output * inputs + k];
-                        let w = if bf16_stored { bf16::from_f32(w).to_f32() } else { w };
-                        expected += f64::from(x[row * inputs + k]) * f64::from(w);
-                    }
-                    prop_assert!((f64::from(alone[output]) - expected).abs() < 1e-4, "{} against {}", alone[output], expected);
+                    let w = &weights[output * inputs..(output + 1) * inputs];
+                    let expected = f64::from(bias[output]) + reference(x, w, precision);
+                    // In eight bits, a value half-way between two steps may fall to either side.
+                    let tolerance = if precision == Precision::Q8 { 1e-3 } else { 1e-4 };
+                    prop_assert!(
+                        (f64::from(alone[output]) - expected).abs() < tolerance,
+                        "{} against {}",
+                        alone[output],
+                        expected
+                    );
                 }
             }
         }
@@ -410,20 +340,57 @@ mod tests {
 
     #[test]
     fn every_instruction_set_gives_the_same_result() {
-        let (inputs, outputs, rows) = (77, 70, 13);
-        let (weights, x) = (random(3, inputs * outputs), random(4, inputs * rows));
-        for precision in [Precision::F32, Precision::Bf16] {
-            let mut packed = Packed::new(&[&weights], inputs, None, precision).unwrap();
-            let best = run(&packed, &x, rows);
-            if packed.level == Level::Avx512 {
-                packed.level = Level::Avx2;
-                assert_eq!(best, run(&packed, &x, rows), "AVX2 differs from AVX-512");
+        let (inputs, outputs) = (177, 70);
+        for rows in [1, 2, 3, 13, 16, 17, 35, 64, 100] {
+            let (weights, x) = (random(3, inputs * outputs), random(4, inputs * rows));
+            for precision in [Precision::F32, Precision::Bf16] {
+                let mut packed = Packed::new(&[&weights], inputs, None, precision).unwrap();
+                let best = run(&packed, &x, rows);
+                if packed.level == Level::Avx512 {
+                    packed.level = Level::Avx2;
+                    assert_eq!(best, run(&packed, &x, rows), "AVX2 differs from AVX-512");
+                }
+                packed.level = Level::Portable;
+                for (a, b) in best.iter().zip(run(&packed, &x, rows)) {
+                    assert!((a - b).abs() < 1e-4, "{a} against {b}");
+                }
             }
-            packed.level = Level::Portable;
-            for (a, b) in best.iter().zip(run(&packed, &x, rows)) {
-                assert!((a - b).abs() < 1e-4, "{a} against {b}");
+            let mut packed = Packed::new(&[&weights], inputs, None, Precision::Q8).unwrap();
+            let best = run(&packed, &x, rows);
+            use crate::linear::int8::IntLevel;
+            let lower: &[IntLevel] = match IntLevel::detect() {
+                IntLevel::Amx => &[IntLevel::Vnni, IntLevel::Avx2],
+                IntLevel::Vnni => &[IntLevel::Avx2],
+                IntLevel::Avx2 | IntLevel::Portable => &[],
+            };
+            for &level in lower.iter().chain(&[IntLevel::Portable]) {
+                let Panels::Int8(panels) = &mut packed.panels else { unreachable!("packed in eight bits") };
+                panels.set_level(level);
+                let other = run(&packed, &x, rows);
+                if level == IntLevel::Portable {
+                    assert!(
+                        best.iter().zip(&other).all(|(a, b)| (a - b).abs() < 1e-4),
+                        "portable differs by more than rounding"
+                    );
+                } else {
+                    assert_eq!(best, other, "{level:?} at {rows} rows");
+                }
             }
         }
+    }
+
+    #[test]
+    fn eight_bits_keep_what_is_not_a_number_and_stay_close_to_f32() {
+        let (inputs, outputs) = (576, 64);
+        let (weights, mut x) = (random(5, inputs * outputs), random(6, inputs));
+        let packed = |precision| Packed::new(&[&weights], inputs, None, precision).unwrap();
+        let (exact, quantised) = (run(&packed(Precision::F32), &x, 1), run(&packed(Precision::Q8), &x, 1));
+        let norm = |v: &mut dyn Iterator<Item = f32>| v.map(|v| v * v).sum::<f32>().sqrt();
+        let error = norm(&mut exact.iter().zip(&quantised).map(|(a, b)| a - b)) / norm(&mut exact.iter().copied());
+        assert!(error < 0.01, "relative error {error}");
+        x[100] = f32::NAN;
+        assert!(run(&packed(Precision::Q8), &x, 1).iter().all(|y| y.is_nan()));
+        assert!(run(&packed(Precision::Q8), &vec![0.0; inputs], 1).iter().all(|&y| y == 0.0));
     }
 
     #[test]

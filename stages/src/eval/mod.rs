@@ -64,7 +64,7 @@ pub fn run(
         git_commit: provenance.git_commit.clone(),
         started: provenance.started.clone(),
         machine: provenance.machine.clone(),
-        kernels: deepspec_models::instruction_set().name().into(),
+        kernels: deepspec_models::instruction_set(),
         threads: rayon::current_num_threads(),
     };
     let fingerprints = Fingerprints::take(target, drafter, &prompts[0].ids)?;

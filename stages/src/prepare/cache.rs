@@ -19,7 +19,8 @@ use super::answers::{hex, sha256_hex};
 use super::samples::Sample;
 use crate::error::{Error, Result};
 use crate::progress::{Context, Event};
-use crate::recipe::{LossOn, Precision, Recipe};
+use crate::recipe::{LossOn, Recipe};
+use crate::target_model::packing;
 
 /// Tokens of one forward pass; a longer sample has a pass of its own.
 const BATCH_TOKENS: usize = 1024;
@@ -191,11 +192,7 @@ fn meta(samples: &[Sample], settings: &Settings<'_>, fingerprint: &str) -> Resul
         hidden_size: config.hidden_size,
         vocab_size: u32::try_from(config.vocab_size)
             .map_err(|_| Error::Input(format!("a vocabulary of {} tokens is too large", config.vocab_size)))?,
-        dtype: match recipe.target.precision {
-            Precision::F32 => "f32",
-            Precision::Bf16 => "bf16",
-        }
-        .to_owned(),
+        dtype: packing(recipe.target.precision).name().to_owned(),
         tokenizer_hash: renderer.tokenizer().hash().to_owned(),
         template_hash: sha256_hex(renderer.template().source().as_bytes()),
         data_hash: data_hash(samples),
