@@ -1,14 +1,22 @@
 //! The vocabulary side of a block drafter's loss, fused: hidden rows in, loss and gradients out.
 //!
-//! Per row, with draft logits u = E·h + W2·m (E the frozen lm_head, m the Markov head's latent row) and the target's
-//! logits t = E·h_target:
+//! Per row, with draft logits u = E_d·h + W2·m (E_d the drafter's frozen lm_head, m the Markov head's latent row) and the
+//! target's logits t = E·h_target:
 //!
 //! * CE = −log p_d(label), TV = Σ|p_d − p_t|, KL = Σ p_t (log p_t − log p_d) at a temperature,
 //!   acceptance a = 1 − ½ TV (SPEC §5; DSpark Eq. 8–11).
 //!
+//! The drafter may know only some of the target's tokens. p_t is still the softmax over all of them; p_d is 0 for the
+//! tokens that the drafter lacks. So TV is the sum over the draft tokens plus the mass m that p_t has elsewhere, the exact
+//! distance over the whole vocabulary; KL sums over the draft tokens (elsewhere it would be infinite); a row whose label the
+//! drafter lacks has no CE.
+//!
 //! The caller gives each row its coefficient per term (weight / denominator), so the gradient of the whole sum is known
 //! in the forward pass: rows are worked through in chunks, and nothing of size [rows, vocabulary] outlives its chunk.
-//! Target distributions are computed once per distinct position, however many blocks overlap there.
+//! Target distributions are computed once per distinct position of a chunk, however many blocks overlap there.
+
+mod elementwise;
+mod targets;
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -17,12 +25,15 @@ use rayon::prelude::*;
 
 use crate::linear::Packed;
 use crate::matmul::{Matrix, matmul};
-use crate::multiversion;
 use crate::rows::Rows;
-use crate::simd::{exp_shifted, max};
+use elementwise::{distance, gradient, kl_divergence, scale, softmax};
+use targets::{TargetDistributions, TargetRow};
 
-/// Rows whose logits are held at a time.
+/// Most rows whose logits are held at a time, and the most bytes that those may take.
 const CHUNK_ROWS: usize = 256;
+const CHUNK_BYTES: usize = 32 << 20;
+/// Fewest rows of a chunk, so that a matrix product stays one.
+const MIN_CHUNK_ROWS: usize = 16;
 
 /// One draft row.
 #[derive(Debug, Clone, Copy)]
@@ -31,8 +42,8 @@ pub struct LossRow {
     pub row: usize,
     /// Row in the target's hidden tensor whose distribution this row should match.
     pub target: usize,
-    /// Token that follows.
-    pub label: u32,
+    /// Draft token that follows; `None` when the drafter lacks it: the row then has no CE.
+    pub label: Option<u32>,
     /// Coefficient of CE.
     pub ce: f32,
     /// Coefficient of TV.
@@ -44,11 +55,11 @@ pub struct LossRow {
 /// Terms of one row, in the order of the rows given.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct RowTerms {
-    /// −log p_d(label)
+    /// −log p_d(label); 0 without a label.
     pub ce: f32,
-    /// Σ|p_d − p_t|; 0 when target distributions were not asked for.
+    /// Σ|p_d − p_t| over the target's vocabulary; 0 when target distributions were not asked for.
     pub tv: f32,
-    /// KL(p_t ‖ p_d) at the loss's temperature; 0 likewise.
+    /// KL(p_t ‖ p_d) over the draft tokens at the loss's temperature; 0 likewise.
     pub kl: f32,
 }
 
@@ -62,10 +73,14 @@ impl RowTerms {
 /// Settings of one call.
 #[derive(Debug, Clone)]
 pub struct VocabLoss {
-    /// The target's lm_head.
-    pub lm_head: Arc<Packed>,
-    /// The same weights as a plain tensor `[vocab, hidden]`, for the gradient.
-    pub lm_head_weight: Tensor,
+    /// The target's lm_head `[vocab, hidden]`.
+    pub target_head: Arc<Packed>,
+    /// The drafter's lm_head `[draft vocab, hidden]`.
+    pub draft_head: Arc<Packed>,
+    /// The drafter's lm_head as a plain tensor, for the gradient.
+    pub draft_head_weight: Tensor,
+    /// The target's token for each draft token, ascending; `None` where the drafter knows the target's whole vocabulary.
+    pub draft_tokens: Option<Arc<[u32]>>,
     /// Rows that count.
     pub rows: Vec<LossRow>,
     /// Temperature of the KL term, on both sides.
@@ -86,10 +101,10 @@ impl VocabLoss {
     /// Computes the loss.
     ///
     /// # Shapes
-    /// hidden `[R, d]`, latent `[R, r]` and w2 `[vocab, r]` (r may be 0), target_hidden `[P, d]`
+    /// hidden `[R, d]`, latent `[R, r]` and w2 `[draft vocab, r]` (r may be 0), target_hidden `[P, d]`
     ///
     /// # Errors
-    /// When shapes do not fit or a row points outside its tensor or the vocabulary.
+    /// When shapes do not fit, a row points outside its tensor or the vocabulary, or draft tokens do not ascend.
     pub fn forward(
         self,
         hidden: &Tensor,
@@ -119,73 +134,6 @@ struct Op {
     state: Arc<Mutex<State>>,
 }
 
-multiversion! {
-    /// Logits → probabilities in place; returns log Σ e^u.
-    fn softmax(row: &mut [f32]) -> f32 {
-        let largest = max(row);
-        let total = exp_shifted(row, largest);
-        let inverse = 1.0 / total;
-        for value in row.iter_mut() {
-            *value *= inverse;
-        }
-        largest + total.ln()
-    }
-}
-
-multiversion! {
-    /// Σ|p − q| and Σ p·sign(p − q), in sixteen partial sums.
-    fn distance(p: &[f32], q: &[f32]) -> (f32, f32) {
-        let (mut total, mut signed) = ([0f32; 16], [0f32; 16]);
-        let (mut tail_total, mut tail_signed) = (0f32, 0f32);
-        let split = p.len() / 16 * 16;
-        for (p, q) in p[..split].chunks_exact(16).zip(q[..split].chunks_exact(16)) {
-            for lane in 0..16 {
-                let difference = p[lane] - q[lane];
-                let side = if difference > 0.0 { 1.0 } else if difference < 0.0 { -1.0 } else { 0.0 };
-                total[lane] += difference.abs();
-                signed[lane] += p[lane] * side;
-            }
-        }
-        for (p, q) in p[split..].iter().zip(&q[split..]) {
-            let difference = p - q;
-            let side = if difference > 0.0 { 1.0 } else if difference < 0.0 { -1.0 } else { 0.0 };
-            tail_total += difference.abs();
-            tail_signed += p * side;
-        }
-        (total.iter().sum::<f32>() + tail_total, signed.iter().sum::<f32>() + tail_signed)
-    }
-}
-
-multiversion! {
-    /// p ← ce·p + tv·p·(sign(p − q) − signed) + kl·(p − q): the gradient with respect to the logits, less the label's part.
-    fn gradient(p: &mut [f32], q: &[f32], ce: f32, tv: f32, kl: f32, signed: f32) {
-        for (p, q) in p.iter_mut().zip(q) {
-            let difference = *p - q;
-            let side = if difference > 0.0 { 1.0 } else if difference < 0.0 { -1.0 } else { 0.0 };
-            *p = *p * (ce + tv * (side - signed)) + kl * difference;
-        }
-    }
-}
-
-multiversion! {
-    fn scale(p: &mut [f32], factor: f32) {
-        for p in p.iter_mut() {
-            *p *= factor;
-        }
-    }
-}
-
-/// KL(q ‖ p) = Σ q (log q − log p) from probabilities q and logits u with their log-sum-exp.
-fn kl_divergence(q: &[f32], logits: &[f32], log_sum: f32) -> f32 {
-    let mut total = 0f64;
-    for (&q, &u) in q.iter().zip(logits) {
-        if q > 0.0 {
-            total += f64::from(q) * f64::from(q.ln() - (u - log_sum));
-        }
-    }
-    total as f32
-}
-
 /// Buffers of one chunk of rows, reused from chunk to chunk.
 struct Buffers {
     hidden: Vec<f32>,
@@ -196,31 +144,21 @@ struct Buffers {
     targets: TargetDistributions,
 }
 
-/// Target distributions of the distinct positions of one chunk.
-#[derive(Default)]
-struct TargetDistributions {
-    /// Index in `probabilities` of each row of the chunk.
-    of_row: Vec<usize>,
-    /// p_t, one row of the vocabulary per distinct position.
-    probabilities: Vec<f32>,
-    /// p_t at the KL temperature; empty when that is 1.
-    tempered: Vec<f32>,
-}
-
 impl Op {
     fn check(&self, hidden: &Rows<'_>, latent: &Rows<'_>, w2: &Rows<'_>) -> Result<()> {
         let settings = &self.settings;
         let (targets, width) = self.target_hidden.dims2()?;
-        let head = &settings.lm_head;
-        let (inputs, vocab) = (head.inputs(), head.outputs());
-        if hidden.cols != inputs
+        let (inputs, vocab) = (settings.draft_head.inputs(), settings.draft_head.outputs());
+        let target_vocab = settings.target_head.outputs();
+        if settings.target_head.inputs() != inputs
+            || hidden.cols != inputs
             || width != inputs
             || latent.count != hidden.count
             || latent.cols != w2.cols
             || w2.count != vocab
         {
             bail!(
-                "vocab-loss with an lm_head of [{vocab}, {inputs}]: hidden [{}, {}], latent [{}, {}], w2 [{}, {}], target rows of {width}",
+                "vocab-loss with a draft head of [{vocab}, {inputs}]: hidden [{}, {}], latent [{}, {}], w2 [{}, {}], target rows of {width}",
                 hidden.count,
                 hidden.cols,
                 latent.count,
@@ -229,87 +167,75 @@ impl Op {
                 w2.cols
             );
         }
-        if settings.lm_head_weight.dims() != [vocab, inputs] || !settings.lm_head_weight.is_contiguous() {
-            bail!("vocab-loss: lm_head weight {:?} for a head of [{vocab}, {inputs}]", settings.lm_head_weight.dims());
+        let weight = &settings.draft_head_weight;
+        if weight.dims() != [vocab, inputs] || !weight.is_contiguous() {
+            bail!("vocab-loss: draft head weight {:?} for a head of [{vocab}, {inputs}]", weight.dims());
+        }
+        let maps = vocab > 0
+            && match &settings.draft_tokens {
+                None => vocab == target_vocab,
+                Some(tokens) => {
+                    tokens.len() == vocab
+                        && tokens.is_sorted_by(|a, b| a < b)
+                        && tokens.last().is_none_or(|&last| (last as usize) < target_vocab)
+                }
+            };
+        if !maps {
+            bail!("vocab-loss: {vocab} draft tokens do not map to ascending ones of the target's {target_vocab}");
         }
         for row in &settings.rows {
-            if row.row >= hidden.count || row.target >= targets || row.label as usize >= vocab {
+            if row.row >= hidden.count || row.target >= targets || row.label.is_some_and(|l| l as usize >= vocab) {
                 bail!("vocab-loss: {row:?} outside {} rows, {targets} targets, {vocab} tokens", hidden.count);
             }
         }
         Ok(())
     }
 
-    /// Computes p_t for the distinct target positions of a chunk (its rows are sorted by position).
-    fn target_distributions(&self, rows: &[LossRow], target_hidden: Rows<'_>, out: &mut TargetDistributions) {
-        out.of_row.clear();
-        if !self.settings.with_target {
-            return;
-        }
-        let head = &self.settings.lm_head;
-        let mut gathered = Vec::new();
-        let mut distinct = 0;
-        for (i, row) in rows.iter().enumerate() {
-            if i == 0 || rows[i - 1].target != row.target {
-                gathered.extend_from_slice(target_hidden.row(row.target));
-                distinct += 1;
-            }
-            out.of_row.push(distinct - 1);
-        }
-        out.probabilities.resize(distinct * head.outputs(), 0.0);
-        head.forward(Rows::contiguous(&gathered, head.inputs()), &mut out.probabilities);
-        let temperature = self.settings.kl_temperature;
-        out.tempered.clear();
-        if temperature != 1.0 {
-            out.tempered.extend(out.probabilities.iter().map(|logit| logit / temperature));
-            out.tempered.par_chunks_exact_mut(head.outputs()).for_each(|row| {
-                softmax(row);
-            });
-        }
-        out.probabilities.par_chunks_exact_mut(head.outputs()).for_each(|row| {
-            softmax(row);
-        });
-    }
-
-    /// Turns the logits of one row into the gradient with respect to them.
-    fn row(&self, row: &LossRow, index: usize, logits: &mut [f32], targets: &TargetDistributions) -> RowTerms {
-        let vocab = logits.len();
-        let label = row.label as usize;
-        let label_logit = logits[label];
+    /// Turns the logits of one row into the gradient with respect to them. `target` is there when distributions are wanted.
+    fn row(&self, row: &LossRow, logits: &mut [f32], target: Option<TargetRow<'_>>) -> RowTerms {
+        let label = row.label.map(|label| label as usize);
+        let label_logit = label.map(|label| logits[label]);
+        let ce = if label.is_some() { row.ce } else { 0.0 };
         let temperature = self.settings.kl_temperature;
         let mut terms = RowTerms::default();
-        if !self.settings.with_target {
-            terms.ce = softmax(logits) - label_logit;
-            scale(logits, row.ce);
-            logits[label] -= row.ce;
-            return terms;
+        let log_sum;
+        if let Some(target) = target {
+            let mut tempered = Vec::new(); // kl · (Σ p_t · p_d − p_t) / T when T is not 1
+            let mut kl = 0.0; // coefficient of the part of the gradient that shares p_d with the other terms
+            if row.kl != 0.0 && temperature != 1.0 {
+                let (q, kept) = (target.tempered, 1.0 - target.tempered_missing);
+                let scaled: Vec<f32> = logits.iter().map(|logit| logit / temperature).collect();
+                tempered.clone_from(&scaled);
+                let log_sum = softmax(&mut tempered);
+                terms.kl = kl_divergence(q, &scaled, log_sum);
+                tempered.iter_mut().zip(q).for_each(|(p, q)| *p = row.kl * (kept * *p - q) / temperature);
+            }
+            let q = target.probabilities;
+            let before = if row.kl != 0.0 && temperature == 1.0 { logits.to_vec() } else { Vec::new() };
+            log_sum = softmax(logits);
+            let (tv, signed) = distance(logits, q);
+            terms.tv = tv + target.missing;
+            if !before.is_empty() {
+                terms.kl = kl_divergence(q, &before, log_sum);
+                kl = row.kl;
+            }
+            gradient(logits, q, ce, row.tv, kl, signed, 1.0 - target.missing);
+            logits.iter_mut().zip(&tempered).for_each(|(g, t)| *g += t);
+        } else {
+            log_sum = softmax(logits);
+            scale(logits, ce);
         }
-        let at = targets.of_row[index] * vocab;
-        let q = &targets.probabilities[at..at + vocab];
-        let mut tempered = Vec::new(); // kl · (p_d − p_t) / T when T is not 1
-        let mut kl = 0.0; // coefficient of the part of the gradient that shares p_d with the other terms
-        if row.kl != 0.0 && temperature != 1.0 {
-            let q = &targets.tempered[at..at + vocab];
-            let scaled: Vec<f32> = logits.iter().map(|logit| logit / temperature).collect();
-            tempered.clone_from(&scaled);
-            let log_sum = softmax(&mut tempered);
-            terms.kl = kl_divergence(q, &scaled, log_sum);
-            tempered.iter_mut().zip(q).for_each(|(p, q)| *p = row.kl * (*p - q) / temperature);
+        if let (Some(label), Some(logit)) = (label, label_logit) {
+            terms.ce = log_sum - logit;
+            logits[label] -= ce;
         }
-        let before = if row.kl != 0.0 && temperature == 1.0 { logits.to_vec() } else { Vec::new() };
-        let log_sum = softmax(logits);
-        terms.ce = log_sum - label_logit;
-        let (tv, signed) = distance(logits, q);
-        terms.tv = tv;
-        if !before.is_empty() {
-            terms.kl = kl_divergence(q, &before, log_sum);
-            kl = row.kl;
-        }
-        gradient(logits, q, row.ce, row.tv, kl, signed);
-        logits.iter_mut().zip(&tempered).for_each(|(g, t)| *g += t);
-        logits[label] -= row.ce;
         terms
     }
+}
+
+/// Rows of a chunk whose logits over a vocabulary are held at a time.
+fn chunk_rows(vocab: usize) -> usize {
+    (CHUNK_BYTES / (vocab * size_of::<f32>())).clamp(MIN_CHUNK_ROWS, CHUNK_ROWS)
 }
 
 impl CustomOp3 for Op {
@@ -334,7 +260,7 @@ impl CustomOp3 for Op {
         if !wl.is_contiguous() {
             bail!("vocab-loss: w2 must be contiguous");
         }
-        let (head_storage, head_layout) = settings.lm_head_weight.storage_and_layout();
+        let (head_storage, head_layout) = settings.draft_head_weight.storage_and_layout();
         let (target_storage, target_layout) = self.target_hidden.storage_and_layout();
         let (Storage::Cpu(head_storage), Storage::Cpu(target_storage)) = (&*head_storage, &*target_storage) else {
             bail!("vocab-loss: expected tensors in host memory");
@@ -343,7 +269,7 @@ impl CustomOp3 for Op {
         let target_hidden = Rows::new(self.name(), target_storage, target_layout)?;
         let w2_data = &w.as_slice::<f32>()?[wl.start_offset()..];
 
-        let (vocab, width, rank) = (settings.lm_head.outputs(), hidden.cols, latent.cols);
+        let (vocab, width, rank) = (settings.draft_head.outputs(), hidden.cols, latent.cols);
         let mut order: Vec<usize> = (0..settings.rows.len()).collect();
         order.sort_by_key(|&i| settings.rows[i].target);
         let mut state = State {
@@ -352,7 +278,8 @@ impl CustomOp3 for Op {
             latent: vec![0.0; hidden.count * rank],
             w2: vec![0.0; vocab * rank],
         };
-        let most = CHUNK_ROWS.min(order.len());
+        let chunk_rows = chunk_rows(vocab);
+        let most = chunk_rows.min(order.len());
         let mut buffers = Buffers {
             hidden: Vec::with_capacity(most * width),
             latent: Vec::with_capacity(most * rank),
@@ -362,7 +289,7 @@ impl CustomOp3 for Op {
             targets: TargetDistributions::default(),
         };
         let mut loss = 0f64;
-        for chunk in order.chunks(CHUNK_ROWS) {
+        for chunk in order.chunks(chunk_rows) {
             let rows: Vec<LossRow> = chunk.iter().map(|&i| settings.rows[i]).collect();
             let count = rows.len();
             let Buffers { hidden: h, latent: m, logits, dhidden, dlatent, targets } = &mut buffers;
@@ -372,9 +299,11 @@ impl CustomOp3 for Op {
                 h.extend_from_slice(hidden.row(row.row));
                 m.extend_from_slice(latent.row(row.row));
             }
-            self.target_distributions(&rows, target_hidden, targets);
+            if settings.with_target {
+                targets.compute(settings, &rows, target_hidden);
+            }
             let logits = &mut logits[..count * vocab];
-            settings.lm_head.forward(Rows::contiguous(h, width), logits);
+            settings.draft_head.forward(Rows::contiguous(h, width), logits);
             if rank > 0 {
                 matmul(Matrix::new(m, count, rank), Matrix::new(w2_data, vocab, rank).t(), logits, true);
             }
@@ -383,7 +312,7 @@ impl CustomOp3 for Op {
                 .par_chunks_exact_mut(vocab)
                 .zip(&rows)
                 .enumerate()
-                .map(|(i, (logits, row))| self.row(row, i, logits, targets))
+                .map(|(i, (logits, row))| self.row(row, logits, targets.row(i)))
                 .collect();
             let gradient = Matrix::new(logits, count, vocab);
             matmul(gradient, Matrix::new(head_weight, vocab, width), dhidden, false);

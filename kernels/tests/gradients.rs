@@ -1,6 +1,8 @@
 //! Forward passes against plain f64 loops and gradients against finite differences, over random shapes.
 #![expect(clippy::unwrap_used, reason = "helpers of tests fail as tests do")]
 
+use std::sync::Arc;
+
 use candle_core::{Device, Result, Tensor, Var};
 use deepspec_kernels::attention::HeadLayout;
 use deepspec_kernels::attention::block::{BlockAttention, BlockSpan};
@@ -206,25 +208,31 @@ proptest! {
     #[test]
     fn vocab_loss_matches_f64_and_finite_differences(
         seed in any::<u64>(), rank in 0usize..4, kl_temperature in prop::sample::select(vec![1.0f32, 2.0]),
-        with_target in any::<bool>(),
+        with_target in any::<bool>(), every in 0usize..5,
     ) {
         let (vocab, width, count, positions) = (37, 6, 5, 4);
-        let head = tensor(seed, vocab, width);
+        // Every n-th token is the drafter's; 0 stands for no map.
+        let tokens: Vec<u32> = (0..vocab as u32).step_by(every.max(1)).collect();
+        let target_head = tensor(seed, vocab, width);
+        let head = target_head.index_select(&Tensor::new(tokens.as_slice(), &Device::Cpu).unwrap(), 0).unwrap();
         let hidden = (tensor(seed ^ 1, count, width) * 2.0).unwrap();
         let latent = tensor(seed ^ 2, count, rank);
-        let w2 = tensor(seed ^ 3, vocab, rank);
+        let w2 = tensor(seed ^ 3, tokens.len(), rank);
         let target = (tensor(seed ^ 4, positions, width) * 2.0).unwrap();
+        let label = |row: usize| tokens.binary_search(&((row * 11 % vocab) as u32)).ok().map(|at| at as u32);
         let rows: Vec<LossRow> = [(0, 3), (1, 0), (3, 3), (4, 1)].iter().map(|&(row, target)| {
             let side = if with_target { 1.0 } else { 0.0 };
-            LossRow { row, target, label: (row * 11 % vocab) as u32, ce: 0.3 + row as f32 * 0.1, tv: 0.7 * side, kl: 0.4 * side }
+            LossRow { row, target, label: label(row), ce: 0.3 + row as f32 * 0.1, tv: 0.7 * side, kl: 0.4 * side }
         }).collect();
-        let packed = std::sync::Arc::new(Packed::new(&[&values(&head)], width, None, Precision::F32).unwrap());
+        let packed = |t: &Tensor| Arc::new(Packed::new(&[&values(t)], width, None, Precision::F32).unwrap());
+        let (target_packed, draft_packed) = (packed(&target_head), packed(&head));
         let run = |t: &[Tensor]| VocabLoss {
-            lm_head: packed.clone(), lm_head_weight: head.clone(), rows: rows.clone(), kl_temperature, with_target,
+            target_head: target_packed.clone(), draft_head: draft_packed.clone(), draft_head_weight: head.clone(),
+            draft_tokens: (every > 0).then(|| tokens.clone().into()), rows: rows.clone(), kl_temperature, with_target,
         }.forward(&t[0], &t[1], &t[2], &target);
         let inputs = [hidden.clone(), latent.clone(), w2.clone()];
         let out = run(&inputs).unwrap();
-        let (e, h, m, w, th) = (values(&head), values(&hidden), values(&latent), values(&w2), values(&target));
+        let (e, h, m, w, th) = (values(&target_head), values(&hidden), values(&latent), values(&w2), values(&target));
         let softmax = |logits: &[f64], t: f64| -> Vec<f64> {
             let total: f64 = logits.iter().map(|u| (u / t).exp()).sum();
             logits.iter().map(|u| (u / t).exp() / total).collect()
@@ -233,16 +241,22 @@ proptest! {
         for (row, terms) in rows.iter().zip(&out.terms) {
             let product = |x: &[f32], at: usize, v: usize| (0..width).map(|d| f64::from(x[at * width + d]) * f64::from(e[v * width + d])).sum::<f64>();
             let bias = |v: usize| (0..rank).map(|d| f64::from(m[row.row * rank + d]) * f64::from(w[v * rank + d])).sum::<f64>();
-            let u: Vec<f64> = (0..vocab).map(|v| product(&h, row.row, v) + bias(v)).collect();
+            let u: Vec<f64> = tokens.iter().enumerate().map(|(i, &v)| product(&h, row.row, v as usize) + bias(i)).collect();
             let t: Vec<f64> = (0..vocab).map(|v| product(&th, row.target, v)).collect();
+            // Over the target's vocabulary: what the drafter lacks has probability 0.
+            let spread = |p: &[f64]| -> Vec<f64> {
+                let mut full = vec![0.0; vocab];
+                tokens.iter().zip(p).for_each(|(&v, p)| full[v as usize] = *p);
+                full
+            };
             let (p, q) = (softmax(&u, 1.0), softmax(&t, 1.0));
-            let ce = -p[row.label as usize].ln();
+            let ce = row.label.map_or(0.0, |label| -p[label as usize].ln());
             prop_assert!((f64::from(terms.ce) - ce).abs() < 1e-4);
             expected_loss += f64::from(row.ce) * ce;
             if with_target {
-                let tv: f64 = p.iter().zip(&q).map(|(p, q)| (p - q).abs()).sum();
-                let (pt, qt) = (softmax(&u, f64::from(kl_temperature)), softmax(&t, f64::from(kl_temperature)));
-                let kl: f64 = pt.iter().zip(&qt).map(|(p, q)| q * (q / p).ln()).sum();
+                let tv: f64 = spread(&p).iter().zip(&q).map(|(p, q)| (p - q).abs()).sum();
+                let (pt, qt) = (spread(&softmax(&u, f64::from(kl_temperature))), softmax(&t, f64::from(kl_temperature)));
+                let kl: f64 = pt.iter().zip(&qt).filter(|(p, _)| **p > 0.0).map(|(p, q)| q * (q / p).ln()).sum();
                 prop_assert!((f64::from(terms.tv) - tv).abs() < 1e-4);
                 prop_assert!((f64::from(terms.kl) - kl).abs() < 1e-4);
                 expected_loss += f64::from(row.tv) * tv + f64::from(row.kl) * kl;
@@ -255,5 +269,49 @@ proptest! {
             all[..checked].clone_from_slice(t);
             Ok(run(&all)?.loss)
         });
+    }
+}
+
+/// The loss and its gradients over more rows than a chunk holds of the large vocabulary, with and without a map.
+#[test]
+fn a_map_of_all_tokens_changes_no_bit_and_a_bad_one_is_refused() {
+    let (vocab, width, rank, count) = (300, 12, 3, 600);
+    let head = tensor(1, vocab, width);
+    let inputs = [tensor(2, count, width), tensor(3, count, rank), tensor(4, vocab, rank)];
+    let target = (tensor(5, count, width) * 3.0).unwrap();
+    let packed = Arc::new(Packed::new(&[&values(&head)], width, None, Precision::F32).unwrap());
+    let run = |draft_tokens: Option<Vec<u32>>, kl_temperature: f32| {
+        let rows = (0..count)
+            .map(|row| {
+                let label = Some((row * 7 % vocab) as u32);
+                LossRow { row, target: row / 2, label, ce: 0.1, tv: 0.2, kl: 0.3 }
+            })
+            .collect();
+        let vars: Vec<Var> = inputs.iter().map(|t| Var::from_tensor(t).unwrap()).collect();
+        let loss = VocabLoss {
+            target_head: packed.clone(),
+            draft_head: packed.clone(),
+            draft_head_weight: head.clone(),
+            draft_tokens: draft_tokens.map(Into::into),
+            rows,
+            kl_temperature,
+            with_target: true,
+        };
+        let out = loss.forward(&vars[0], &vars[1], &vars[2], &target)?;
+        let grads = out.loss.backward()?;
+        let grads: Vec<Vec<f32>> = vars.iter().map(|var| values(grads.get(var).unwrap())).collect();
+        candle_core::Result::Ok((values(&out.loss), out.terms, grads))
+    };
+    let all: Vec<u32> = (0..vocab as u32).collect();
+    for temperature in [1.0, 2.0] {
+        assert!(run(None, temperature).unwrap() == run(Some(all.clone()), temperature).unwrap(), "{temperature}");
+    }
+    let mut swapped = all.clone();
+    swapped.swap(3, 4);
+    let mut outside = all.clone();
+    outside[vocab - 1] = vocab as u32;
+    for tokens in [swapped, outside, all[1..].to_vec()] {
+        let error = run(Some(tokens), 1.0).unwrap_err().to_string();
+        assert!(error.contains("300 draft tokens do not map"), "{error}");
     }
 }

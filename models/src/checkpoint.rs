@@ -3,10 +3,12 @@
 //! A drafter's tensors carry no prefix: `embed_tokens.weight`, `fc.weight`, `layers.0.self_attn.q_proj.weight`,
 //! `markov_head.markov_w1.weight`, … Called by training, export and tests.
 
+use std::borrow::Cow;
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
 use candle_core::{DType, Device, Tensor};
+use safetensors::{Dtype, View};
 use serde_json::Value;
 
 use crate::config::read_json;
@@ -16,7 +18,7 @@ use crate::weights::{SINGLE_FILE, Weights};
 /// Writes `config.json` and `model.safetensors` as the folder `dir`, replacing one of that name.
 ///
 /// # Errors
-/// A tensor is not f32, f16 or bf16, two share a name, or the disk refuses; `dir` is then as it was.
+/// A tensor is not f32, f16, bf16, i64 or u8, two share a name, or the disk refuses; `dir` is then as it was.
 pub fn save(dir: impl AsRef<Path>, config: &Value, tensors: &[(impl AsRef<str>, Tensor)]) -> Result<()> {
     replace_folder(dir, |folder| {
         write_json(&folder.join("config.json"), config)?;
@@ -70,36 +72,61 @@ pub fn replace_folder(dir: impl AsRef<Path>, write: impl FnOnce(&Path) -> Result
     Ok(())
 }
 
-/// Writes tensors as one safetensors file, flushed to the disk. The bytes depend on names and values only.
+/// Writes tensors as one safetensors file, flushed to the disk. The bytes depend on names and values only. U8 tensors are
+/// flags and written as BOOL, a type that tensors in memory do not have.
 ///
 /// # Errors
-/// A tensor is not f32, f16 or bf16, two share a name, or the disk refuses.
+/// A tensor is not f32, f16, bf16, i64 or u8, two share a name, or the disk refuses.
 pub fn write_tensors(path: &Path, tensors: &[(impl AsRef<str>, Tensor)]) -> Result<()> {
     let mut by_name = HashMap::new();
     for (name, tensor) in tensors {
         let name = name.as_ref();
-        if !matches!(tensor.dtype(), DType::F32 | DType::F16 | DType::BF16) {
+        if !matches!(tensor.dtype(), DType::F32 | DType::F16 | DType::BF16 | DType::I64 | DType::U8) {
             return Err(Error::TensorDtype {
                 path: path.into(),
                 tensor: name.into(),
                 found: format!("{:?}", tensor.dtype()),
-                expected: "F32, F16 or BF16",
+                expected: "F32, F16, BF16, I64 or U8",
             });
         }
         let tensor = tensor
             .to_device(&Device::Cpu)
             .and_then(|tensor| tensor.contiguous())
             .map_err(Error::tensor(format!("cannot fetch tensor `{name}`")))?;
-        if by_name.insert(name, tensor).is_some() {
+        if by_name.insert(name, Stored(tensor)).is_some() {
             let problem = "is given twice".into();
             return Err(Error::ShardIndex { path: path.into(), tensor: name.into(), problem });
         }
     }
     let metadata = HashMap::from([("format".to_string(), "pt".to_string())]);
-    safetensors::serialize_to_file(&by_name, Some(metadata), path)
+    safetensors::serialize_to_file(by_name, Some(metadata), path)
         .map_err(|source| Error::Safetensors { path: path.into(), source: Box::new(source) })?;
     fs_err::OpenOptions::new().write(true).open(path)?.sync_all()?;
     Ok(())
+}
+
+/// A tensor as a file holds it.
+struct Stored(Tensor);
+
+impl View for Stored {
+    fn dtype(&self) -> Dtype {
+        match self.0.dtype() {
+            DType::U8 => Dtype::BOOL,
+            dtype => dtype.into(),
+        }
+    }
+
+    fn shape(&self) -> &[usize] {
+        self.0.dims()
+    }
+
+    fn data(&self) -> Cow<'_, [u8]> {
+        View::data(&self.0)
+    }
+
+    fn data_len(&self) -> usize {
+        self.0.elem_count() * self.0.dtype().size_in_bytes()
+    }
 }
 
 /// Writes indented JSON with a final newline, flushed to the disk.

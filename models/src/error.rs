@@ -137,6 +137,20 @@ pub enum Error {
         /// Types that are read.
         expected: &'static str,
     },
+    /// A tensor of whole numbers holds one that cannot be.
+    #[error("`{}`: entry {entry} of tensor `{tensor}` is {found}, expected {expected}", path.display())]
+    TensorEntry {
+        /// Checkpoint.
+        path: PathBuf,
+        /// Hugging Face name.
+        tensor: String,
+        /// Index of the first one at fault.
+        entry: usize,
+        /// Its value and what it stands for.
+        found: String,
+        /// What it may be.
+        expected: String,
+    },
     /// The checkpoint holds tensors that the model did not ask for.
     #[error("`{}` holds {} tensors that the model does not use: `{}`", path.display(), tensors.len(), tensors.join("`, `"))]
     TensorsUnused {
@@ -241,6 +255,7 @@ impl Error {
             Self::TensorMissing { .. } | Self::TensorShape { .. } | Self::TensorsUnused { .. } => {
                 "check that config.json and the weights belong to the same checkpoint"
             }
+            Self::TensorEntry { .. } => "take the checkpoint's tensors from one and the same training run",
             Self::TensorDtype { .. } => "convert the checkpoint to one of the types named",
             Self::FieldMissing { .. } | Self::FieldValue { .. } => "correct the field or fetch the original file again",
             Self::Unsupported { .. } => "use another model, or a conversion of this one that avoids it",

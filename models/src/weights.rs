@@ -185,17 +185,7 @@ impl Weights {
     /// # Errors
     /// It is missing, has another shape, or is stored in a type that is not read.
     pub fn get(&self, name: &str, shape: &[usize]) -> Result<Tensor> {
-        let Some(entry) = self.entries.get(name) else {
-            return Err(Error::TensorMissing { path: self.path.clone(), tensor: name.into(), expected: shape.into() });
-        };
-        if entry.shape != shape {
-            return Err(Error::TensorShape {
-                path: self.path.clone(),
-                tensor: name.into(),
-                expected: shape.into(),
-                found: entry.shape.clone(),
-            });
-        }
+        let entry = self.entry(name, shape)?;
         let context = || Error::tensor(format!("cannot load tensor `{name}` of `{}`", self.path.display()));
         let tensor = match &entry.place {
             Place::Shard { map, range, dtype } => {
@@ -227,6 +217,40 @@ impl Weights {
         };
         entry.used.store(true, Ordering::Relaxed);
         Ok(tensor)
+    }
+
+    /// The whole numbers of tensor `name`, which must have exactly `shape` and be stored as I64, I32, U8 or BOOL.
+    ///
+    /// # Errors
+    /// It is missing, has another shape, or is stored in another type.
+    pub fn integers(&self, name: &str, shape: &[usize]) -> Result<Vec<i64>> {
+        let entry = self.entry(name, shape)?;
+        let refuse = |found| {
+            let (path, tensor) = (self.path.clone(), name.into());
+            Err(Error::TensorDtype { path, tensor, found, expected: "I64, I32, U8 or BOOL" })
+        };
+        let Place::Shard { map, range, dtype } = &entry.place else { return refuse(entry.stored().1) };
+        let bytes = &map[range.clone()];
+        let numbers = match dtype {
+            Dtype::I64 => bytes.as_chunks().0.iter().map(|bytes| i64::from_le_bytes(*bytes)).collect(),
+            Dtype::I32 => bytes.as_chunks().0.iter().map(|bytes| i32::from_le_bytes(*bytes).into()).collect(),
+            Dtype::U8 | Dtype::BOOL => bytes.iter().map(|&byte| byte.into()).collect(),
+            other => return refuse(format!("{other:?}")),
+        };
+        entry.used.store(true, Ordering::Relaxed);
+        Ok(numbers)
+    }
+
+    /// The entry of tensor `name`, which must have exactly `shape`.
+    fn entry(&self, name: &str, shape: &[usize]) -> Result<&Entry> {
+        let (path, tensor, expected) = (self.path.clone(), name.to_owned(), shape.to_vec());
+        match self.entries.get(name) {
+            None => Err(Error::TensorMissing { path, tensor, expected }),
+            Some(entry) if entry.shape != shape => {
+                Err(Error::TensorShape { path, tensor, expected, found: entry.shape.clone() })
+            }
+            Some(entry) => Ok(entry),
+        }
     }
 
     /// Counts a tensor as used without reading it: for one that is known to repeat another, such as the `lm_head.weight` that some

@@ -158,7 +158,7 @@ impl Set {
         let weight = weights.get("lm_head.weight", &table).unwrap();
         weights.finish().unwrap();
         let packed = Packed::new(&[&floats(&weight)], table[1], None, Precision::F32).unwrap();
-        let head = LossHead { packed: Arc::new(packed), weight };
+        let head = LossHead::new(&weight, Arc::new(packed), None).unwrap();
         let drafter = DSpark::new(config, embed, ParameterSource::Trainable(&parameters)).unwrap();
         let data = tensors(&format!("{name}/train.safetensors"));
         let (_, length) = data["in.input_ids"].dims2().unwrap();
@@ -214,9 +214,10 @@ impl Set {
         let masks: Vec<&[u8]> = self.masks.iter().map(Vec::as_slice).collect();
         let config = self.drafter.config();
         let supervision =
-            Supervision::new(&sequences, &masks, config.block_size, config.mask_token_id, weights.decay_gamma).unwrap();
+            Supervision::new(&sequences, &masks, config.block_size, config.mask_token_id, weights.decay_gamma, None)
+                .unwrap();
         let target_hidden = self.ragged("in.target_last_hidden_states");
-        let denominator = supervision.weight_sum;
+        let denominators = supervision.weights;
         let loss = dspark_loss(
             &self.drafter,
             &self.head,
@@ -224,7 +225,7 @@ impl Set {
             &supervision,
             &hidden,
             &target_hidden,
-            denominator,
+            denominators,
             with_acceptance,
         )
         .unwrap();
@@ -265,10 +266,10 @@ fn check_set(name: &str) {
     let labels = ints(&set.data["out.target_ids"]);
     for slot in &supervision.slots {
         mask[slot.row] = 1;
-        assert_eq!(labels[slot.row], i64::from(slot.label), "label of row {}", slot.row);
+        assert_eq!(labels[slot.row], i64::from(slot.label.unwrap()), "label of row {}", slot.row);
     }
     assert_eq!(mask, ints(&set.data["out.eval_mask"]), "eval_mask");
-    let mut logits = Linear::trainable(set.head.weight.clone(), None).forward(&hidden.detach()).unwrap();
+    let mut logits = Linear::trainable(set.head.weight().clone(), None).forward(&hidden.detach()).unwrap();
     let previous: Vec<u32> = set
         .sequences()
         .iter()

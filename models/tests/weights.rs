@@ -664,11 +664,32 @@ fn stored_half_types_convert_and_other_types_are_refused() {
     }
 
     let ids = Tensor::new(&[1i64, 2], &CPU).unwrap();
-    let error = checkpoint::save(folder.path().join("ids"), &json!({}), &[("d2t", ids.clone())]).unwrap_err();
-    assert!(matches!(&error, Error::TensorDtype { tensor, .. } if tensor == "d2t"), "{error}");
+    let doubles = Tensor::new(&[1f64, 2.0], &CPU).unwrap();
+    let error = checkpoint::save(folder.path().join("doubles"), &json!({}), &[("fc", doubles)]).unwrap_err();
+    assert!(matches!(&error, Error::TensorDtype { tensor, .. } if tensor == "fc"), "{error}");
     safetensors::serialize_to_file([("d2t", &ids)], None, &folder.path().join("m").join(SINGLE_FILE)).unwrap();
     let error = Weights::open(folder.path().join("m"), DType::F32, &CPU).unwrap().get("d2t", &[2]).unwrap_err();
     assert!(matches!(&error, Error::TensorDtype { tensor, .. } if tensor == "d2t"), "{error}");
+}
+
+#[test]
+fn whole_numbers_are_read_as_stored() {
+    let folder = TempDir::new().unwrap();
+    let path = folder.path().join(SINGLE_FILE);
+    let (long, short) = (Tensor::new(&[i64::MIN, 7], &CPU).unwrap(), Tensor::new(&[-3i32, 7], &CPU).unwrap());
+    safetensors::serialize_to_file([("i64", &long), ("i32", &short)], None, &path).unwrap();
+    let weights = Weights::open(folder.path(), DType::F32, &CPU).unwrap();
+    assert_eq!(weights.integers("i64", &[2]).unwrap(), [i64::MIN, 7]);
+    assert!(weights.finish().unwrap_err().to_string().contains("`i32`"));
+    assert_eq!(weights.integers("i32", &[2]).unwrap(), [-3, 7]);
+    weights.finish().unwrap();
+    assert!(matches!(weights.integers("i64", &[3]), Err(Error::TensorShape { .. })));
+    assert!(matches!(weights.integers("u8", &[3]), Err(Error::TensorMissing { .. })));
+
+    checkpoint::save(folder.path().join("c"), &json!({}), &[("flags", Tensor::new(&[1u8, 0], &CPU).unwrap())]).unwrap();
+    let weights = Weights::open(folder.path().join("c"), DType::F32, &CPU).unwrap();
+    assert_eq!(weights.integers("flags", &[2]).unwrap(), [1, 0]);
+    assert!(matches!(weights.get("flags", &[2]), Err(Error::TensorDtype { .. })));
 }
 
 // ---- shards ----
@@ -922,6 +943,7 @@ fn tiny_draft() -> DraftConfig {
         body: DraftConfig::body_of(&parse(&tiny_config(Family::Llama)).unwrap(), 2),
         num_target_layers: 4,
         block_size: 5,
+        draft_vocab_size: None,
         mask_token_id: 6,
         target_layer_ids: vec![-1, 0, 2],
         num_anchors: 64,
@@ -950,8 +972,10 @@ fn draft_config_round_trips() {
         markov_head_type: None,
         sample_from_anchor: false,
         sliding_window: Some(128),
+        draft_vocab_size: Some(3),
         ..base.clone()
     };
+    assert_eq!((base.draft_vocab(), dflash.draft_vocab()), (10, 3));
     for config in [base.clone(), no_norm, dflash.clone()] {
         let json = config.to_json();
         assert!(json["sample_from_anchor"].is_boolean());
@@ -1010,6 +1034,9 @@ fn bad_draft_configs_name_field_and_value() {
         ("mask_token_id", json!(10), "vocab_size 10"),
         ("mask_token_id", json!(2), "bos, eos and pad"),
         ("mask_token_id", Value::Null, "lacks"),
+        ("draft_vocab_size", json!(11), "1 to vocab_size 10"),
+        ("draft_vocab_size", json!(0), "draft_vocab_size"),
+        ("draft_vocab_size", json!(true), "draft_vocab_size"),
         ("block_size", json!(0), "0"),
         ("block_size", json!(1000), "1000"),
         ("markov_rank", json!(0), "confidence_head_with_markov"),

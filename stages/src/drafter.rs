@@ -26,6 +26,7 @@ pub fn draft_config(recipe: &Recipe, target: &TargetConfig) -> Result<DraftConfi
         body,
         num_target_layers: target.num_hidden_layers,
         block_size: draft.block_size,
+        draft_vocab_size: draft.vocab_size.filter(|&size| size != target.vocab_size),
         mask_token_id: draft.mask_token_id,
         target_layer_ids: draft.target_layer_ids.resolve(target.num_hidden_layers)?,
         num_anchors: recipe.train.num_anchors,
@@ -66,10 +67,10 @@ pub fn load_drafter(folder: &Path, target: &TargetConfig, precision: Precision) 
             });
         }
     }
-    let table = [config.body.vocab_size, config.body.hidden_size];
+    let (vocab, draft_vocab, hidden) = (config.body.vocab_size, config.draft_vocab(), config.body.hidden_size);
     let packing = packing(precision);
-    let embed_tokens = weights.get("embed_tokens.weight", &table)?;
-    let lm_head = Linear::frozen(&[&weights.get("lm_head.weight", &table)?], None, packing)?;
+    let embed_tokens = weights.get("embed_tokens.weight", &[vocab, hidden])?;
+    let lm_head = Linear::frozen(&[&weights.get("lm_head.weight", &[draft_vocab, hidden])?], None, packing)?;
     let drafter = DSpark::new(config, embed_tokens, ParameterSource::Frozen(&weights, packing))?;
     weights.finish()?;
     Ok(drafter.with_lm_head(lm_head))
@@ -81,8 +82,13 @@ pub fn describe(config: &DraftConfig) -> String {
         Some(kind) => format!("{} Markov head of rank {}", kind.name(), config.markov_rank),
         None => "no Markov head".into(),
     };
+    let vocabulary = match config.draft_vocab_size {
+        Some(size) => format!("{size} of {}", config.body.vocab_size),
+        None => config.body.vocab_size.to_string(),
+    };
     format!(
-        "drafter: {} draft layers, anchor-first blocks of {}, target layers {:?}, {head}, confidence {}, window {}",
+        "drafter: {} draft layers, anchor-first blocks of {}, target layers {:?}, vocabulary {vocabulary}, {head}, \
+         confidence {}, window {}",
         config.body.num_hidden_layers,
         config.block_size,
         config.target_layer_ids,

@@ -146,6 +146,10 @@ pub struct DraftRecipe {
     pub num_layers: usize,
     /// Tokens proposed per round, the paper's γ.
     pub block_size: usize,
+    /// Number of tokens that the drafter can propose: the most frequent ones of the answers. Fewer make it cheaper to train
+    /// and to draft with; the output does not depend on it. Optional: the target's whole vocabulary.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub vocab_size: Option<usize>,
     /// Target layers whose outputs the drafter reads.
     pub target_layer_ids: TargetLayers,
     /// Token whose embedding stands at the slots to be predicted; one that never occurs in the data.

@@ -28,6 +28,9 @@ pub(super) fn summary(outcome: &TrainOutcome) -> Vec<(String, String)> {
         ("time".to_owned(), format!("{:.0} s for {} steps", outcome.seconds, outcome.steps - outcome.resumed_from)),
         ("checkpoint".to_owned(), outcome.checkpoint.display().to_string()),
     ];
+    if let Some(coverage) = &outcome.coverage {
+        rows.insert(1, ("draft vocabulary".to_owned(), coverage.to_string()));
+    }
     let shown = ["loss", "ce_loss", "tau_probabilistic", "accept_rate@0"];
     for (name, value) in outcome.metrics.iter().filter(|(name, _)| shown.contains(&name.as_str())) {
         rows.push((format!("{name} (last steps, on training data)"), format!("{value:.3}")));

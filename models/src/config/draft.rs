@@ -52,6 +52,9 @@ pub struct DraftConfig {
     pub num_target_layers: usize,
     /// Input rows per block, γ when the block is anchor-first.
     pub block_size: usize,
+    /// Number of tokens that the drafter can propose, where that is not the target's whole vocabulary. The map is in the weights, see
+    /// [`DraftVocabulary`](crate::draft::DraftVocabulary).
+    pub draft_vocab_size: Option<usize>,
     /// Token whose embedding stands at the slots to be predicted.
     pub mask_token_id: u32,
     /// Target layers whose outputs are the features, in the order of their concatenation: i = output of decoder layer i, −1 = output of
@@ -85,6 +88,11 @@ impl DraftConfig {
             stop_ids: super::sorted(target.eos_token_ids.clone()),
             ..target.clone()
         }
+    }
+
+    /// Number of tokens that the drafter can propose.
+    pub fn draft_vocab(&self) -> usize {
+        self.draft_vocab_size.unwrap_or(self.body.vocab_size)
     }
 
     /// Tokens proposed per full block.
@@ -156,6 +164,9 @@ impl DraftConfig {
         let config = Self {
             num_target_layers: fields.size("num_target_layers")?,
             block_size: at("block_size").size("block_size")?,
+            draft_vocab_size: at("draft_vocab_size")
+                .optional_size("draft_vocab_size")?
+                .filter(|&size| size != body.vocab_size),
             mask_token_id: mask.required("mask_token_id", mask.optional_id("mask_token_id")?)?,
             target_layer_ids: layer_ids.into_iter().map(as_i32).collect::<Result<_>>()?,
             num_anchors: fields.optional_size("num_anchors")?.unwrap_or(DEFAULT_ANCHORS),
@@ -196,6 +207,10 @@ impl DraftConfig {
         if unique.len() != ids.len() {
             return bad("target_layer_ids", format!("{ids:?}"), "each id once".into());
         }
+        if let Some(size) = self.draft_vocab_size.filter(|size| !(1..self.body.vocab_size).contains(size)) {
+            let expected = format!("1 to vocab_size {}", self.body.vocab_size);
+            return bad("draft_vocab_size", size.to_string(), expected);
+        }
         let mask = self.mask_token_id;
         if mask as usize >= self.body.vocab_size {
             return bad("mask_token_id", mask.to_string(), format!("below vocab_size {}", self.body.vocab_size));
@@ -231,6 +246,9 @@ impl DraftConfig {
         put("block_size", json!(self.block_size));
         put("sample_from_anchor", json!(self.sample_from_anchor));
         put("mask_token_id", json!(self.mask_token_id));
+        if let Some(size) = self.draft_vocab_size {
+            put("draft_vocab_size", json!(size));
+        }
         put("target_layer_ids", json!(self.target_layer_ids));
         put("num_anchors", json!(self.num_anchors));
         put("markov_rank", json!(self.markov_rank));

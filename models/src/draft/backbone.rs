@@ -10,6 +10,7 @@ use deepspec_kernels::linear::Linear;
 use deepspec_kernels::rope::RopeAngles;
 use deepspec_kernels::{rms_norm, silu_mul};
 
+use super::parallel_linear::ParallelLinear;
 use super::parameters::ParameterSource;
 use crate::config::TargetConfig;
 use crate::error::Result;
@@ -19,15 +20,14 @@ use crate::target::head_norm;
 #[derive(Debug)]
 pub struct DraftLayer {
     input_layernorm: Tensor,
-    q_proj: Linear,
-    k_proj: Linear,
-    v_proj: Linear,
+    qkv_proj: ParallelLinear<3>,
+    /// Keys and values alone, for context rows; frozen weights are held twice for it.
+    kv_proj: ParallelLinear<2>,
     o_proj: Linear,
     q_norm: Option<Tensor>,
     k_norm: Option<Tensor>,
     post_attention_layernorm: Tensor,
-    gate_proj: Linear,
-    up_proj: Linear,
+    gate_up_proj: ParallelLinear<2>,
     down_proj: Linear,
     head_dim: usize,
     eps: f64,
@@ -54,18 +54,19 @@ impl DraftLayer {
         let at = |name: &str| format!("layers.{index}.{name}");
         let norm = |name: &str| source.tensor(&at(name), &[hidden_size]);
         let linear = |name: &str, outputs, inputs, bias| source.linear(&at(name), outputs, inputs, bias);
+        let part = |(name, outputs): (&str, usize)| (at(name), outputs);
+        let (q, k, v) = (("self_attn.q_proj", q_width), ("self_attn.k_proj", kv_width), ("self_attn.v_proj", kv_width));
+        let (gate, up) = (("mlp.gate_proj", intermediate_size), ("mlp.up_proj", intermediate_size));
         let head_norm = |name: &str| config.qk_norm.then(|| source.tensor(&at(name), &[head_dim])).transpose();
         Ok(Self {
             input_layernorm: norm("input_layernorm.weight")?,
-            q_proj: linear("self_attn.q_proj", q_width, hidden_size, attention_bias)?,
-            k_proj: linear("self_attn.k_proj", kv_width, hidden_size, attention_bias)?,
-            v_proj: linear("self_attn.v_proj", kv_width, hidden_size, attention_bias)?,
+            qkv_proj: ParallelLinear::new([q, k, v].map(part), hidden_size, attention_bias, source)?,
+            kv_proj: ParallelLinear::new([k, v].map(part), hidden_size, attention_bias, source)?,
             o_proj: linear("self_attn.o_proj", hidden_size, q_width, attention_bias)?,
             q_norm: head_norm("self_attn.q_norm.weight")?,
             k_norm: head_norm("self_attn.k_norm.weight")?,
             post_attention_layernorm: norm("post_attention_layernorm.weight")?,
-            gate_proj: linear("mlp.gate_proj", intermediate_size, hidden_size, mlp_bias)?,
-            up_proj: linear("mlp.up_proj", intermediate_size, hidden_size, mlp_bias)?,
+            gate_up_proj: ParallelLinear::new([gate, up].map(part), hidden_size, mlp_bias, source)?,
             down_proj: linear("mlp.down_proj", hidden_size, intermediate_size, mlp_bias)?,
             head_dim,
             eps: config.rms_norm_eps,
@@ -80,8 +81,9 @@ impl DraftLayer {
     /// # Errors
     /// When shapes do not fit.
     pub fn context_keys_values(&self, context: &Tensor, angles: &RopeAngles) -> Result<(Tensor, Tensor)> {
-        let k = head_norm(&self.k_proj.forward(context)?, self.k_norm.as_ref(), self.head_dim, self.eps)?;
-        Ok((angles.apply(&k)?, self.v_proj.forward(context)?))
+        let [k, v] = self.kv_proj.forward(context)?;
+        let k = head_norm(&k, self.k_norm.as_ref(), self.head_dim, self.eps)?;
+        Ok((angles.apply(&k)?, v))
     }
 
     /// Projections of block rows.
@@ -89,10 +91,10 @@ impl DraftLayer {
     /// # Errors
     /// When shapes do not fit.
     pub fn project(&self, x: &Tensor, angles: &RopeAngles) -> Result<BlockProjections> {
-        let h = rms_norm(x, &self.input_layernorm, self.eps)?;
-        let q = head_norm(&self.q_proj.forward(&h)?, self.q_norm.as_ref(), self.head_dim, self.eps)?;
-        let k = head_norm(&self.k_proj.forward(&h)?, self.k_norm.as_ref(), self.head_dim, self.eps)?;
-        Ok(BlockProjections { q: angles.apply(&q)?, k: angles.apply(&k)?, v: self.v_proj.forward(&h)? })
+        let [q, k, v] = self.qkv_proj.forward(&rms_norm(x, &self.input_layernorm, self.eps)?)?;
+        let q = head_norm(&q, self.q_norm.as_ref(), self.head_dim, self.eps)?;
+        let k = head_norm(&k, self.k_norm.as_ref(), self.head_dim, self.eps)?;
+        Ok(BlockProjections { q: angles.apply(&q)?, k: angles.apply(&k)?, v })
     }
 
     /// Output of the layer, given what attention mixed.
@@ -105,7 +107,7 @@ impl DraftLayer {
     pub fn finish(&self, x: &Tensor, mixed: &Tensor) -> Result<Tensor> {
         let x = (x + self.o_proj.forward(mixed)?)?;
         let h = rms_norm(&x, &self.post_attention_layernorm, self.eps)?;
-        let activated = silu_mul(&self.gate_proj.forward(&h)?, &self.up_proj.forward(&h)?)?;
-        Ok((x + self.down_proj.forward(&activated)?)?)
+        let [gate, up] = self.gate_up_proj.forward(&h)?;
+        Ok((x + self.down_proj.forward(&silu_mul(&gate, &up)?)?)?)
     }
 }

@@ -15,6 +15,7 @@ use super::backbone::DraftLayer;
 use super::confidence_head::ConfidenceHead;
 use super::markov_head::MarkovHead;
 use super::parameters::ParameterSource;
+use super::vocabulary::DraftVocabulary;
 use crate::config::{DraftConfig, MarkovHeadType};
 use crate::error::{Error, Result};
 use crate::target::{embed, head_layout, rope_frequencies};
@@ -33,6 +34,8 @@ pub struct DSpark {
     pub(crate) rope: RopeFrequencies,
     /// The output head that drafting uses, in the drafter's own precision; `None` in training, where the loss has its own.
     pub(crate) lm_head: Option<Linear>,
+    /// The tokens that drafting proposes, where they are not all of the target's; `None` in training, where the loss has it.
+    pub(crate) vocabulary: Option<DraftVocabulary>,
 }
 
 /// One sequence of a training batch.
@@ -48,7 +51,7 @@ impl DSpark {
     /// Builds the drafter over its tensors. `embed_tokens` is the target's, frozen.
     ///
     /// # Errors
-    /// When a tensor is missing or misshapen, or the config asks for a head or block layout that is not implemented.
+    /// When a tensor is missing or misshapen, the draft vocabulary is no map, or the config asks for a head or block layout that is not implemented.
     pub fn new(config: DraftConfig, embed_tokens: Tensor, source: ParameterSource<'_>) -> Result<Self> {
         let hidden = config.body.hidden_size;
         let unsupported = |field: &str, found: &str, supported| {
@@ -64,7 +67,7 @@ impl DSpark {
         }
         let features = config.target_layer_ids.len() * hidden;
         let markov_features = if config.confidence_head_with_markov { config.markov_rank } else { 0 };
-        let vocab = config.body.vocab_size;
+        let (vocab, draft_vocab) = (config.body.vocab_size, config.draft_vocab());
         Ok(Self {
             fc: source.linear("fc", hidden, features, false)?,
             hidden_norm: source.tensor("hidden_norm.weight", &[hidden])?,
@@ -73,7 +76,7 @@ impl DSpark {
                 .collect::<Result<_>>()?,
             norm: source.tensor("norm.weight", &[hidden])?,
             markov_head: (config.markov_rank > 0)
-                .then(|| MarkovHead::new(vocab, config.markov_rank, source))
+                .then(|| MarkovHead::new(vocab, draft_vocab, config.markov_rank, source))
                 .transpose()?,
             confidence_head: config
                 .enable_confidence_head
@@ -81,6 +84,10 @@ impl DSpark {
                 .transpose()?,
             rope: rope_frequencies(&config.body),
             lm_head: None,
+            vocabulary: match source {
+                ParameterSource::Frozen(weights, _) => DraftVocabulary::read(weights, &config)?,
+                ParameterSource::Trainable(_) => None,
+            },
             embed_tokens,
             config,
         })
@@ -95,6 +102,11 @@ impl DSpark {
     /// The drafter's configuration.
     pub fn config(&self) -> &DraftConfig {
         &self.config
+    }
+
+    /// The tokens that it proposes, where they are not all of the target's; `None` also over the variables of a training run.
+    pub fn vocabulary(&self) -> Option<&DraftVocabulary> {
+        self.vocabulary.as_ref()
     }
 
     /// The Markov head, if it has one.

@@ -6,8 +6,8 @@ use std::collections::BTreeMap;
 
 use candle_core::{Device, Tensor};
 
-use super::Parameters;
 use super::parameters::trainable_shapes;
+use super::{DraftVocabulary, Parameters};
 use crate::config::DraftConfig;
 use crate::error::{Error, Result};
 use crate::speculate::{CounterRng, Stream};
@@ -87,16 +87,23 @@ pub struct BigramRows {
     pub hidden: Tensor,
 }
 
-/// Factors W1 `[vocab, rank]`, W2 `[vocab, rank]` with `W1[x] · W2[y]` ≈ logit(y after x) − mean over x.
+/// Factors W1 `[vocab, rank]`, W2 `[draft vocab, rank]` with `W1[x] · W2[y]` ≈ logit(y after x) − mean over x.
 ///
-/// The logits after x are h(x)·Eᵀ, E the lm_head, so their best approximation of rank r in the norm weighted by the
+/// The logits after x are h(x)·Eᵀ, E the rows that the draft tokens have in the target's `lm_head` (all of them without a
+/// `vocabulary`), so their best approximation of rank r in the norm weighted by the
 /// tokens' frequencies is found in `hidden` dimensions: with C = Σ_x f(x) (h−h̄)(h−h̄)ᵀ and G = Σ_y f(y) e eᵀ, U the leading
 /// eigenvectors of C·G with Uᵀ G U = 1, W1 = (H − h̄) G U and W2 = E U. Tokens that do not occur have a zero row in W1.
 ///
 /// # Errors
 /// When shapes do not fit.
-pub fn bigram_factors(rows: &BigramRows, lm_head: &Tensor, rank: usize) -> Result<(Tensor, Tensor)> {
+pub fn bigram_factors(
+    rows: &BigramRows,
+    lm_head: &Tensor,
+    vocabulary: Option<&DraftVocabulary>,
+    rank: usize,
+) -> Result<(Tensor, Tensor)> {
     let (vocab, width) = lm_head.dims2()?;
+    let lm_head = &vocabulary.map_or_else(|| Ok(lm_head.clone()), |vocabulary| vocabulary.rows_of(lm_head))?;
     let hidden: Vec<Vec<f32>> = rows.hidden.to_vec2()?;
     let head: Vec<f32> = lm_head.contiguous()?.flatten_all()?.to_vec1()?;
     let weight = |count: u64| ((count + 1) as f64).sqrt();
@@ -117,7 +124,8 @@ pub fn bigram_factors(rows: &BigramRows, lm_head: &Tensor, rank: usize) -> Resul
     };
     let c = scatter(&mut rows.tokens.values().map(|&(row, count)| (centred[row].as_slice(), weight(count))))?;
     let counts = |token: u32| rows.tokens.get(&token).map_or(0, |&(_, count)| count);
-    let g = scatter(&mut head.chunks_exact(width).enumerate().map(|(y, row)| (row, weight(counts(y as u32)))))?;
+    let token = |y: usize| vocabulary.map_or(y as u32, |vocabulary| vocabulary.tokens()[y]);
+    let g = scatter(&mut head.chunks_exact(width).enumerate().map(|(y, row)| (row, weight(counts(token(y))))))?;
     let u = leading_eigenvectors(&c, &g, rank)?;
     let gu = g.matmul(&u)?;
     let mut w1 = vec![0f32; vocab * rank];
@@ -193,19 +201,31 @@ mod tests {
         let hidden = Tensor::from_vec(hidden, (vocab, width), &Device::Cpu).unwrap();
         let tokens = (0..vocab).map(|x| (x as u32, (x, 4))).collect();
         let rows = BigramRows { tokens, hidden: hidden.clone() };
-        let (w1, w2) = bigram_factors(&rows, &head, width).unwrap();
+        let (w1, w2) = bigram_factors(&rows, &head, None, width).unwrap();
         let got: Vec<Vec<f32>> = w1.matmul(&w2.t().unwrap()).unwrap().to_vec2().unwrap();
         let centred = hidden.broadcast_sub(&hidden.mean(0).unwrap()).unwrap();
         let expected: Vec<Vec<f32>> = centred.matmul(&head.t().unwrap()).unwrap().to_vec2().unwrap();
         for (g, e) in got.iter().flatten().zip(expected.iter().flatten()) {
             assert!((g - e).abs() < 1e-2, "{g} against {e}");
         }
-        let (w1, w2) = bigram_factors(&rows, &head, 3).unwrap();
+        let (w1, w2) = bigram_factors(&rows, &head, None, 3).unwrap();
         let low: Vec<Vec<f32>> = w1.matmul(&w2.t().unwrap()).unwrap().to_vec2().unwrap();
         let error = |m: &[Vec<f32>]| -> f32 {
             m.iter().flatten().zip(expected.iter().flatten()).map(|(a, b)| (a - b).powi(2)).sum()
         };
         let size: f32 = expected.iter().flatten().map(|e| e * e).sum();
         assert!(error(&low) < 0.6 * size, "rank 3 leaves {} of {size}", error(&low));
+
+        // Of a part of the tokens: their columns of the same bigram.
+        let counts: Vec<u64> = (0..vocab as u64).map(|y| u64::from(y % 3 == 1)).collect();
+        let part = DraftVocabulary::most_frequent(&counts, &[], 8).unwrap();
+        let (w1, w2) = bigram_factors(&rows, &head, Some(&part), width).unwrap();
+        assert_eq!((w1.dims(), w2.dims()), (&[vocab, width][..], &[8, width][..]));
+        let got: Vec<Vec<f32>> = w1.matmul(&w2.t().unwrap()).unwrap().to_vec2().unwrap();
+        for (got, expected) in got.iter().zip(&expected) {
+            for (g, &y) in got.iter().zip(part.tokens().iter()) {
+                assert!((g - expected[y as usize]).abs() < 1e-2, "{g} against {}", expected[y as usize]);
+            }
+        }
     }
 }

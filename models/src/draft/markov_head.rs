@@ -1,6 +1,6 @@
 //! DSpark's sequential head, vanilla form (Eq. 4–5): a bias B = W2 · W1[x_{j−1}] on the logits of slot j.
 //!
-//! The previous token of slot 0 is the anchor. W1 is an embedding `[vocab, rank]`, W2 a linear map `rank → vocab`.
+//! The previous token of slot 0 is the anchor. W1 is an embedding `[vocab, rank]`, W2 a linear map `rank → draft vocab`.
 
 use candle_core::Tensor;
 use deepspec_kernels::linear::Linear;
@@ -21,10 +21,10 @@ impl MarkovHead {
     ///
     /// # Errors
     /// When a tensor is missing or misshapen.
-    pub fn new(vocab: usize, rank: usize, source: ParameterSource<'_>) -> Result<Self> {
+    pub fn new(vocab: usize, draft_vocab: usize, rank: usize, source: ParameterSource<'_>) -> Result<Self> {
         Ok(Self {
             markov_w1: source.tensor("markov_head.markov_w1.weight", &[vocab, rank])?,
-            markov_w2: source.linear("markov_head.markov_w2", vocab, rank, false)?,
+            markov_w2: source.linear("markov_head.markov_w2", draft_vocab, rank, false)?,
         })
     }
 
@@ -42,7 +42,7 @@ impl MarkovHead {
     /// The bias of latent rows.
     ///
     /// # Shapes
-    /// `[n, rank]` → `[n, vocab]`
+    /// `[n, rank]` → `[n, draft vocab]`
     ///
     /// # Errors
     /// When shapes do not fit.
@@ -50,7 +50,7 @@ impl MarkovHead {
         Ok(self.markov_w2.forward(latent)?)
     }
 
-    /// W2 as a plain tensor `[vocab, rank]`, when it is trainable.
+    /// W2 as a plain tensor `[draft vocab, rank]`, when it is trainable.
     pub fn w2(&self) -> Option<&Tensor> {
         match &self.markov_w2 {
             Linear::Dense { weight, .. } => Some(weight),

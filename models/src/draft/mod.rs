@@ -6,7 +6,10 @@ pub mod context;
 pub mod dspark;
 pub mod initialise;
 pub mod markov_head;
+pub mod parallel_linear;
 pub mod parameters;
+pub mod vocabulary;
 
 pub use dspark::DSpark;
 pub use parameters::{ParameterSource, Parameters, trainable_shapes};
+pub use vocabulary::DraftVocabulary;

@@ -81,7 +81,7 @@ pub fn trainable_shapes(config: &DraftConfig) -> BTreeMap<String, Vec<usize>> {
     let rank = config.markov_rank;
     if rank > 0 {
         add("markov_head.markov_w1.weight".into(), &[vocab_size, rank]);
-        add("markov_head.markov_w2.weight".into(), &[vocab_size, rank]);
+        add("markov_head.markov_w2.weight".into(), &[config.draft_vocab(), rank]);
     }
     if config.enable_confidence_head {
         let width = hidden_size + if config.confidence_head_with_markov { rank } else { 0 };

@@ -6,17 +6,21 @@
 //! denominator is known before the first forward pass and gradient accumulation changes nothing.
 //!
 //! The paper's sums have no such denominator; it is what the released training code does.
+//!
+//! A drafter with a draft vocabulary is compared with the target's distribution over the target's whole vocabulary. A slot
+//! whose label it lacks has no cross-entropy and is not in that term's denominator; total variation, divergence and
+//! confidence count it like any other.
 
 use std::sync::Arc;
 
 use candle_core::Tensor;
-use deepspec_kernels::linear::Packed;
+use deepspec_kernels::linear::{Packed, Precision};
 use deepspec_kernels::vocab_loss::{LossRow, RowTerms, VocabLoss};
 use serde::{Deserialize, Serialize};
 
-use crate::draft::DSpark;
 use crate::draft::dspark::TrainSequence;
 use crate::draft::markov_head::MarkovHead;
+use crate::draft::{DSpark, DraftVocabulary};
 use crate::error::{Error, Result};
 
 /// Added to the denominators.
@@ -46,8 +50,8 @@ pub struct Slot {
     pub row: usize,
     /// Row of the target position a+k among all context rows of the micro-batch.
     pub target: usize,
-    /// Token to be predicted.
-    pub label: u32,
+    /// Token to be predicted, as the drafter numbers it; `None` when the drafter lacks it.
+    pub label: Option<u32>,
     /// Token before it (the anchor for slot 0).
     pub previous: u32,
     /// Index k in its block.
@@ -66,9 +70,24 @@ pub struct Supervision {
     /// Blocks that do not pad.
     pub blocks: usize,
     /// Σ w over the slots.
-    pub weight_sum: f64,
+    pub weights: WeightSums,
     previous_of_row: Vec<u32>,
     anchor_stats: AnchorStats,
+}
+
+/// Σ w over slots: denominators of the loss terms. Those of the micro-batches of a global batch add up.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct WeightSums {
+    /// Of all slots.
+    pub all: f64,
+    /// Of those whose label the drafter has: for the cross-entropy.
+    pub labelled: f64,
+}
+
+impl std::iter::Sum for WeightSums {
+    fn sum<I: Iterator<Item = Self>>(parts: I) -> Self {
+        parts.fold(Self::default(), |a, b| Self { all: a.all + b.all, labelled: a.labelled + b.labelled })
+    }
 }
 
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
@@ -88,7 +107,8 @@ pub fn anchor_candidates(loss_mask: &[u8]) -> Vec<usize> {
 }
 
 impl Supervision {
-    /// Finds the supervised slots of a micro-batch; `loss_masks` has one mask per sequence, as long as its tokens.
+    /// Finds the supervised slots of a micro-batch; `loss_masks` has one mask per sequence, as long as its tokens. Without a
+    /// `vocabulary` the drafter has every token.
     ///
     /// # Errors
     /// [`Error::Batch`] when masks and sequences do not fit or an anchor lies outside its sequence.
@@ -98,6 +118,7 @@ impl Supervision {
         block_size: usize,
         mask_token_id: u32,
         decay_gamma: Option<f64>,
+        vocabulary: Option<&DraftVocabulary>,
     ) -> Result<Self> {
         if sequences.len() != loss_masks.len() {
             return Err(Error::Batch(format!("{} sequences with {} loss masks", sequences.len(), loss_masks.len())));
@@ -128,11 +149,13 @@ impl Supervision {
                         break;
                     }
                     let weight = decay_gamma.map_or(1.0, |gamma| (-(k as f64) / gamma).exp());
-                    found.weight_sum += weight;
+                    let label = vocabulary.map_or(Some(tokens[label]), |map| map.draft_token(tokens[label]));
+                    found.weights.all += weight;
+                    found.weights.labelled += if label.is_some() { weight } else { 0.0 };
                     found.slots.push(Slot {
                         row: rows + k,
                         target: first_context + anchor + k,
-                        label: tokens[label],
+                        label,
                         previous: tokens[anchor + k],
                         k,
                         block: first_block + index,
@@ -160,13 +183,49 @@ impl Supervision {
     }
 }
 
-/// What the loss needs of the target: its output head, packed for the forward pass and plain for the gradient.
+/// What the loss needs besides the drafter: the target's output head and the drafter's rows of it, packed for the forward
+/// pass, the latter also plain for the gradient.
 #[derive(Debug, Clone)]
 pub struct LossHead {
-    /// Packed `[vocab, hidden]`.
-    pub packed: Arc<Packed>,
-    /// The same weights as a tensor.
-    pub weight: Tensor,
+    target: Arc<Packed>,
+    draft: Arc<Packed>,
+    weight: Tensor,
+    vocabulary: Option<DraftVocabulary>,
+}
+
+impl LossHead {
+    /// From the target's `lm_head` `[vocab, hidden]`, plain and packed in f32 without a bias; the drafter has the tokens of
+    /// `vocabulary`, or all.
+    ///
+    /// # Errors
+    /// When the two forms or the vocabulary do not fit each other.
+    pub fn new(lm_head: &Tensor, packed: Arc<Packed>, vocabulary: Option<DraftVocabulary>) -> Result<Self> {
+        let (vocab, width) = lm_head.dims2()?;
+        let expected = vocabulary.as_ref().map_or(vocab, DraftVocabulary::target_vocab);
+        if (packed.outputs(), packed.inputs()) != (expected, width) || vocab != expected {
+            let found = format!("[{vocab}, {width}], packed [{}, {}]", packed.outputs(), packed.inputs());
+            return Err(Error::Batch(format!("an lm_head of {found} for a vocabulary of {expected}")));
+        }
+        let (weight, draft) = match &vocabulary {
+            None => (lm_head.contiguous()?, packed.clone()),
+            Some(vocabulary) => {
+                let rows = vocabulary.rows_of(lm_head)?;
+                let data: Vec<f32> = rows.flatten_all()?.to_vec1()?;
+                (rows, Arc::new(Packed::new(&[&data], width, None, Precision::F32)?))
+            }
+        };
+        Ok(Self { target: packed, draft, weight, vocabulary })
+    }
+
+    /// The drafter's rows of the target's `lm_head`, `[draft vocab, hidden]`.
+    pub fn weight(&self) -> &Tensor {
+        &self.weight
+    }
+
+    /// The tokens that the drafter has, where they are not all.
+    pub fn vocabulary(&self) -> Option<&DraftVocabulary> {
+        self.vocabulary.as_ref()
+    }
 }
 
 /// Loss of a micro-batch.
@@ -177,7 +236,7 @@ pub struct DSparkLoss {
     pub sums: MetricSums,
 }
 
-/// Computes the loss of one micro-batch; `denominator` is Σ w over the whole global batch. The target's distributions are
+/// Computes the loss of one micro-batch; `denominators` are the Σ w over the whole global batch. The target's distributions are
 /// computed where a term needs them, or for the metrics when `with_acceptance`; without them the sums hold no acceptance.
 ///
 /// # Shapes
@@ -192,11 +251,12 @@ pub fn dspark_loss(
     supervision: &Supervision,
     hidden: &Tensor,
     target_hidden: &Tensor,
-    denominator: f64,
+    denominators: WeightSums,
     with_acceptance: bool,
 ) -> Result<DSparkLoss> {
     let with_target = with_acceptance || weights.tv != 0.0 || weights.kl != 0.0 || weights.confidence != 0.0;
-    let denominator = denominator + DENOMINATOR_EPS;
+    let denominator = denominators.all + DENOMINATOR_EPS;
+    let ce_denominator = denominators.labelled + DENOMINATOR_EPS;
     let rows = hidden.dims()[0];
     if supervision.previous_of_row.len() != rows {
         return Err(Error::Batch(format!("{} block rows, supervision of {}", rows, supervision.previous_of_row.len())));
@@ -207,25 +267,27 @@ pub fn dspark_loss(
         (Some(latent), Some(Some(w2))) => (latent.clone(), w2.clone()),
         (Some(_), _) => return Err(Error::Batch("the loss needs a trainable Markov head".into())),
         (None, _) => {
-            let vocab = head.weight.dims()[0];
+            let vocab = head.draft.outputs();
             (Tensor::zeros((rows, 0), hidden.dtype(), device)?, Tensor::zeros((vocab, 0), hidden.dtype(), device)?)
         }
     };
     let op = VocabLoss {
-        lm_head: head.packed.clone(),
-        lm_head_weight: head.weight.clone(),
+        target_head: head.target.clone(),
+        draft_head: head.draft.clone(),
+        draft_head_weight: head.weight.clone(),
+        draft_tokens: head.vocabulary.as_ref().map(|vocabulary| vocabulary.tokens().clone()),
         rows: supervision
             .slots
             .iter()
             .map(|slot| {
-                let share = |alpha: f64| (alpha * slot.weight / denominator) as f32;
+                let share = |alpha: f64, denominator: f64| (alpha * slot.weight / denominator) as f32;
                 LossRow {
                     row: slot.row,
                     target: slot.target,
                     label: slot.label,
-                    ce: share(weights.ce),
-                    tv: share(weights.tv),
-                    kl: share(weights.kl),
+                    ce: share(weights.ce, ce_denominator),
+                    tv: share(weights.tv, denominator),
+                    kl: share(weights.kl, denominator),
                 }
             })
             .collect(),
@@ -301,6 +363,8 @@ pub struct MetricSums {
     pub rows: f64,
     /// Σ w over slots.
     pub weight: f64,
+    /// Σ w over the slots whose label the drafter has.
+    pub labelled_weight: f64,
     /// Σ w over the slots whose acceptance was measured.
     pub measured_weight: f64,
     /// Σ w·CE.
@@ -332,7 +396,8 @@ impl MetricSums {
     fn new(block_size: usize, supervision: &Supervision) -> Self {
         let a = supervision.anchor_stats;
         Self {
-            weight: supervision.weight_sum,
+            weight: supervision.weights.all,
+            labelled_weight: supervision.weights.labelled,
             rows: supervision.slots.len() as f64,
             accepted: vec![0.0; block_size],
             slots: vec![0.0; block_size],
@@ -351,7 +416,7 @@ impl MetricSums {
 
     fn add_block_products(&mut self, supervision: &Supervision, acceptance: &[f32], confidence_logits: &[f32]) {
         self.blocks = supervision.blocks as f64;
-        self.measured_weight = supervision.weight_sum;
+        self.measured_weight = supervision.weights.all;
         self.tau += self.blocks;
         let (mut survival, mut predicted) = (1.0, 1.0);
         for (i, slot) in supervision.slots.iter().enumerate() {
@@ -372,6 +437,7 @@ impl MetricSums {
         self.loss += other.loss;
         self.rows += other.rows;
         self.weight += other.weight;
+        self.labelled_weight += other.labelled_weight;
         self.measured_weight += other.measured_weight;
         self.ce += other.ce;
         self.tv += other.tv;
@@ -401,12 +467,12 @@ impl MetricSums {
 
     /// Named metrics for logs; `with_confidence` adds those of the confidence head.
     pub fn metrics(&self, weights: &LossWeights, with_confidence: bool) -> Vec<(String, f64)> {
-        let den = self.weight + DENOMINATOR_EPS;
+        let labelled = self.labelled_weight + DENOMINATOR_EPS;
         let measured = self.measured_weight + DENOMINATOR_EPS;
         let [sequences, candidates, candidate_share, sampled, sampled_share, supervised, supervised_share] =
             self.anchors;
         let per_sequence = |sum: f64| sum / sequences.max(1.0);
-        let mut out = vec![("loss".into(), self.loss), ("ce_loss".into(), self.ce / den)];
+        let mut out = vec![("loss".into(), self.loss), ("ce_loss".into(), self.ce / labelled)];
         if weights.tv != 0.0 {
             out.push(("l1_loss".into(), self.tv / measured));
         }

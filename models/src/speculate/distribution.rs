@@ -4,6 +4,7 @@
 //! like with like. Verification, plain decoding and drafting call it.
 
 use std::cmp::Ordering;
+use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
@@ -67,6 +68,13 @@ pub enum Distribution {
     OneHot(u32),
     /// One probability per vocabulary token, non-negative with sum 1.
     Dense(Vec<f32>),
+    /// One probability per token of a part of the vocabulary, non-negative with sum 1; every other token has none.
+    Subset {
+        /// The part, ascending.
+        tokens: Arc<[u32]>,
+        /// Probability of each.
+        probs: Vec<f32>,
+    },
 }
 
 impl Distribution {
@@ -119,39 +127,69 @@ impl Distribution {
         Ok(Self::Dense(probs))
     }
 
+    /// A distribution over the positions of `tokens`, as one over the tokens that stand there.
+    ///
+    /// # Shapes
+    /// `tokens`: as many as `self` has entries, ascending.
+    ///
+    /// # Errors
+    /// The lengths differ, a one-hot position is outside `tokens`, or this is one of tokens already.
+    pub fn over(self, tokens: &Arc<[u32]>) -> Result<Self, SpeculateError> {
+        let differs = |found| SpeculateError::BlockShape {
+            tokens: 1,
+            what: "number of probabilities of the draft row",
+            found,
+            expected: tokens.len(),
+        };
+        match self {
+            Self::OneHot(position) => match tokens.get(position as usize) {
+                Some(&token) => Ok(Self::OneHot(token)),
+                None => Err(differs(position as usize + 1)),
+            },
+            Self::Dense(probs) if probs.len() == tokens.len() => Ok(Self::Subset { tokens: tokens.clone(), probs }),
+            Self::Dense(probs) | Self::Subset { probs, .. } => Err(differs(probs.len())),
+        }
+    }
+
     /// Probability of a token; 0 for a token outside the vocabulary.
     pub fn prob(&self, token: u32) -> f32 {
         match self {
             Self::OneHot(only) => f32::from(u8::from(*only == token)),
             Self::Dense(probs) => probs.get(token as usize).copied().unwrap_or(0.0),
+            Self::Subset { tokens, probs } => tokens.binary_search(&token).map_or(0.0, |position| probs[position]),
         }
     }
 
     /// The token at quantile `u` in [0, 1) of the cumulative distribution in token order. A token of probability zero is
     /// never returned, however close `u` is to 1.
     pub fn sample(&self, u: f64) -> u32 {
-        const CHUNK: usize = 1024;
-        let probs = match self {
-            Self::OneHot(only) => return *only,
-            Self::Dense(probs) => probs,
-        };
-        let masses: Vec<f64> = probs.chunks(CHUNK).map(sum).collect();
-        let mut rest = u * masses.iter().sum::<f64>();
-        // Rounding can carry `rest` past the end of a chunk or of the row: then the last token with mass takes it.
-        for (number, (chunk, &mass)) in probs.chunks(CHUNK).zip(&masses).enumerate() {
-            if rest < mass {
-                for (offset, &prob) in chunk.iter().enumerate() {
-                    rest -= f64::from(prob);
-                    if rest < 0.0 && prob > 0.0 {
-                        return (number * CHUNK + offset) as u32;
-                    }
-                }
-                return (number * CHUNK + last_positive(chunk)) as u32;
-            }
-            rest -= mass;
+        match self {
+            Self::OneHot(only) => *only,
+            Self::Dense(probs) => position_at(probs, u) as u32,
+            Self::Subset { tokens, probs } => tokens[position_at(probs, u)],
         }
-        last_positive(probs) as u32
     }
+}
+
+/// Position at quantile `u` of the cumulative sum.
+fn position_at(probs: &[f32], u: f64) -> usize {
+    const CHUNK: usize = 1024;
+    let masses: Vec<f64> = probs.chunks(CHUNK).map(sum).collect();
+    let mut rest = u * masses.iter().sum::<f64>();
+    // Rounding can carry `rest` past the end of a chunk or of the row: then the last token with mass takes it.
+    for (number, (chunk, &mass)) in probs.chunks(CHUNK).zip(&masses).enumerate() {
+        if rest < mass {
+            for (offset, &prob) in chunk.iter().enumerate() {
+                rest -= f64::from(prob);
+                if rest < 0.0 && prob > 0.0 {
+                    return number * CHUNK + offset;
+                }
+            }
+            return number * CHUNK + last_positive(chunk);
+        }
+        rest -= mass;
+    }
+    last_positive(probs)
 }
 
 /// Index of the largest logit, the first of equals.
@@ -244,7 +282,7 @@ mod tests {
     fn dense(logits: &[f32], params: SamplingParams) -> Vec<f32> {
         match Distribution::from_logits(logits, &params).unwrap() {
             Distribution::Dense(probs) => probs,
-            Distribution::OneHot(token) => panic!("one-hot at {token}"),
+            other => panic!("{other:?}"),
         }
     }
 

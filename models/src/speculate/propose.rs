@@ -4,11 +4,11 @@
 //! committed positions. A proposer returns tokens with the distributions they were drawn from, which is all that lossless
 //! verification needs.
 
-use candle_core::Tensor;
+use candle_core::{Layout, Storage, Tensor};
 use deepspec_kernels::linear::Linear;
 
 use super::{CounterRng, Distribution, SamplingParams, Stream};
-use crate::draft::DSpark;
+use crate::draft::{DSpark, DraftVocabulary};
 use crate::error::{Error, Result};
 use crate::kv_cache::KvCache;
 
@@ -146,12 +146,19 @@ pub struct DSparkProposer<'a> {
 
 impl<'a> DSparkProposer<'a> {
     /// A proposer for `slots` sequences of at most `capacity` committed tokens. A drafter without an output head of its
-    /// own uses `target_head`.
+    /// own uses `target_head`, which one with a draft vocabulary cannot.
     ///
     /// # Errors
-    /// When the memory cannot be had.
+    /// When the head has not one output per draft token, or the memory cannot be had.
     pub fn new(drafter: &'a DSpark, target_head: &'a Linear, slots: usize, capacity: usize) -> Result<Self> {
         let lm_head = drafter.lm_head.as_ref().unwrap_or(target_head);
+        let (outputs, expected) = (lm_head.outputs(), drafter.config().draft_vocab());
+        let known = drafter.vocabulary().map_or(drafter.config().body.vocab_size, DraftVocabulary::size);
+        if outputs != expected || known != expected {
+            return Err(Error::Batch(format!(
+                "{outputs} outputs and {known} known tokens for {expected} draft tokens"
+            )));
+        }
         let cache = drafter.new_context(slots, capacity + drafter.config().block_size)?;
         Ok(Self { drafter, lm_head, cache })
     }
@@ -199,33 +206,46 @@ impl Proposer for DSparkProposer<'_> {
         }
         let hidden = self.drafter.block_hidden(&self.cache, &anchors)?;
         let width = hidden.dims()[1];
-        let hidden = hidden.reshape((requests.len(), size, width))?;
-        let used = hidden.narrow(1, 0, steps)?.contiguous()?;
-        let base = self.lm_head.forward(&used.reshape((requests.len() * steps, width))?)?;
-        let base = base.reshape((requests.len(), steps, base.dims()[1]))?;
-        // Left to right: the token drawn at slot j conditions the bias and the confidence of slot j + 1 (Eq. 4–5, 7).
+        let used = hidden.reshape((requests.len(), size, width))?.narrow(1, 0, steps)?.contiguous()?;
+        let used = used.reshape((requests.len() * steps, width))?;
+        let base = self.lm_head.forward(&used)?;
+        let (storage, layout) = base.storage_and_layout();
+        let (base, vocab) = (host(&storage, layout)?, base.dims()[1]);
+        let tokens = self.drafter.vocabulary().map(DraftVocabulary::tokens);
+        let mut previous_of_row = vec![0; requests.len() * steps];
+        let mut logits = Vec::with_capacity(vocab);
+        // Left to right: the token drawn at slot j conditions the bias of slot j + 1 (Eq. 4–5).
         for j in 0..steps {
-            let latent = self.drafter.markov_head().map(|markov| markov.latent(&previous)).transpose()?;
-            let mut logits = base.narrow(1, j, 1)?.squeeze(1)?;
-            if let (Some(markov), Some(latent)) = (self.drafter.markov_head(), &latent) {
-                logits = (logits + markov.bias(latent)?)?;
-            }
-            let confidence: Vec<f32> = match self.drafter.confidence_head() {
-                Some(head) => {
-                    let hidden = used.narrow(1, j, 1)?.squeeze(1)?.contiguous()?;
-                    head.logits(&hidden, latent.as_ref())?.to_vec1()?
-                }
-                None => Vec::new(),
+            let bias = match self.drafter.markov_head() {
+                Some(markov) => Some(markov.bias(&markov.latent(&previous)?)?),
+                None => None,
             };
-            let rows: Vec<Vec<f32>> = logits.to_vec2()?;
+            let bias = bias.as_ref().map(Tensor::storage_and_layout);
+            let bias = bias.as_ref().map(|(storage, layout)| host(storage, layout)).transpose()?;
             for (i, request) in requests.iter().enumerate().filter(|(_, request)| j < request.most) {
-                let distribution = Distribution::from_logits(&rows[i], request.sampling)?;
+                let row = i * steps + j;
+                let base = &base[row * vocab..(row + 1) * vocab];
+                logits.clear();
+                match bias {
+                    Some(bias) => logits.extend(base.iter().zip(&bias[i * vocab..(i + 1) * vocab]).map(|(u, b)| u + b)),
+                    None => logits.extend_from_slice(base),
+                }
+                let mut distribution = Distribution::from_logits(&logits, request.sampling)?;
+                if let Some(tokens) = tokens {
+                    distribution = distribution.over(tokens)?;
+                }
                 let position = (request.tokens.len() + j) as u64;
                 let token = distribution.sample(CounterRng::new(request.seed, Stream::Draft, position).uniform_f64(0));
-                previous[i] = token;
+                previous_of_row[row] = std::mem::replace(&mut previous[i], token);
                 proposals[i].tokens.push(token);
                 proposals[i].distributions.push(distribution);
-                proposals[i].confidence_logits.extend(confidence.get(i));
+            }
+        }
+        if let Some(head) = self.drafter.confidence_head() {
+            let latent = self.drafter.markov_head().map(|markov| markov.latent(&previous_of_row)).transpose()?;
+            let confidence: Vec<f32> = head.logits(&used, latent.as_ref())?.to_vec1()?;
+            for (proposal, confidence) in proposals.iter_mut().zip(confidence.chunks_exact(steps)) {
+                proposal.confidence_logits.extend_from_slice(&confidence[..proposal.tokens.len()]);
             }
         }
         Ok(proposals)
@@ -233,6 +253,14 @@ impl Proposer for DSparkProposer<'_> {
 
     fn release(&mut self, slot: usize) {
         self.cache.truncate(slot, 0);
+    }
+}
+
+/// Values of rows that lie in host memory.
+fn host<'a>(storage: &'a Storage, layout: &Layout) -> Result<&'a [f32]> {
+    match (storage, layout.contiguous_offsets()) {
+        (Storage::Cpu(storage), Some((from, to))) => Ok(&storage.as_slice::<f32>()?[from..to]),
+        _ => Err(Error::Batch("draft logits that are not rows in host memory".into())),
     }
 }
 

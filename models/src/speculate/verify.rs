@@ -38,12 +38,22 @@ pub fn accept_probability(target: &Distribution, draft: &Distribution, token: u3
 /// 1e-8 or less.
 ///
 /// # Errors
-/// [`SpeculateError::BlockShape`] when the two rows differ in vocabulary size.
+/// [`SpeculateError::BlockShape`] when the two rows differ in vocabulary size, or the draft has a token that the target lacks.
 pub fn residual(target: &Distribution, draft: &Distribution) -> Result<Distribution, SpeculateError> {
     let probs = match target {
         // Mass can only remain on the one token, and without any the target itself is the answer.
         Distribution::OneHot(token) => return Ok(Distribution::OneHot(*token)),
+        Distribution::Subset { tokens, probs } => {
+            let rest = probs.iter().zip(tokens.iter()).map(|(prob, &token)| (prob - draft.prob(token)).max(0.0));
+            return Ok(Distribution::Subset { tokens: tokens.clone(), probs: normalised(rest.collect(), probs) });
+        }
         Distribution::Dense(probs) => probs,
+    };
+    let vocabulary_differs = |found| SpeculateError::BlockShape {
+        tokens: 1,
+        what: "vocabulary of the draft row",
+        found,
+        expected: probs.len(),
     };
     let mut remaining = probs.clone();
     match draft {
@@ -57,24 +67,28 @@ pub fn residual(target: &Distribution, draft: &Distribution) -> Result<Distribut
                 *prob = (*prob - draft).max(0.0);
             }
         }
-        Distribution::Dense(draft) => {
-            return Err(SpeculateError::BlockShape {
-                tokens: 1,
-                what: "vocabulary of the draft row",
-                found: draft.len(),
-                expected: remaining.len(),
-            });
+        Distribution::Dense(draft) => return Err(vocabulary_differs(draft.len())),
+        Distribution::Subset { tokens, probs: draft } => {
+            for (&token, draft) in tokens.iter().zip(draft) {
+                let prob = remaining.get_mut(token as usize).ok_or_else(|| vocabulary_differs(token as usize + 1))?;
+                *prob = (*prob - draft).max(0.0);
+            }
         }
     }
+    Ok(Distribution::Dense(normalised(remaining, probs)))
+}
+
+/// `remaining` with sum 1, or `probs` if nothing to speak of remains.
+fn normalised(mut remaining: Vec<f32>, probs: &[f32]) -> Vec<f32> {
     let mut mass = sum(&remaining);
     if mass <= RESIDUAL_MASS_FLOOR {
-        remaining.clone_from(probs);
+        remaining.copy_from_slice(probs);
         mass = sum(&remaining);
     }
     for prob in &mut remaining {
         *prob = (f64::from(*prob) / mass) as f32;
     }
-    Ok(Distribution::Dense(remaining))
+    remaining
 }
 
 /// Verifies the block `tokens`, whose first token stands at `position` of its sequence. Every token has to be a draw from its
@@ -118,11 +132,19 @@ fn check_block(target: &[Distribution], draft: &[Distribution], tokens: &[u32]) 
     shape("number of target rows", target.len(), tokens.len() + 1)?;
     shape("number of draft rows", draft.len(), tokens.len())?;
     let mut sizes = target.iter().chain(draft).filter_map(|row| match row {
-        Distribution::OneHot(_) => None,
+        Distribution::OneHot(_) | Distribution::Subset { .. } => None,
         Distribution::Dense(probs) => Some(probs.len()),
     });
     let Some(vocab_size) = sizes.next() else { return Ok(()) };
     sizes.try_for_each(|size| shape("vocabulary of a row", size, vocab_size))?;
+    for row in draft {
+        if let Distribution::Subset { tokens, .. } = row
+            && let Some(&last) = tokens.last()
+            && last as usize >= vocab_size
+        {
+            return shape("vocabulary of a row", last as usize + 1, vocab_size);
+        }
+    }
     match tokens.iter().position(|&token| token as usize >= vocab_size) {
         Some(position) => Err(SpeculateError::UnknownToken { token: tokens[position], position, vocab_size }),
         None => Ok(()),
@@ -156,6 +178,33 @@ mod tests {
         assert_eq!(residual(&Distribution::OneHot(2), &target).unwrap(), Distribution::OneHot(2));
         let certain = dense(&[1.0, 0.0]);
         assert_eq!(residual(&certain, &Distribution::OneHot(0)).unwrap(), certain);
+    }
+
+    #[test]
+    fn a_draft_over_some_tokens_is_one_without_mass_elsewhere() {
+        let tokens: std::sync::Arc<[u32]> = [1, 3].into();
+        let part = dense(&[0.75, 0.25]).over(&tokens).unwrap();
+        let spread = dense(&[0.0, 0.75, 0.0, 0.25]);
+        let target = dense(&[0.25, 0.25, 0.0, 0.5]);
+        for token in 0..5 {
+            assert_eq!(part.prob(token), spread.prob(token), "{token}");
+            assert_eq!(accept_probability(&target, &part, token), accept_probability(&target, &spread, token));
+        }
+        for u in [0.0, 0.3, 0.74, 0.76, 1.0_f64.next_down()] {
+            assert_eq!(part.sample(u), spread.sample(u), "{u}");
+        }
+        assert_eq!(residual(&target, &part).unwrap(), residual(&target, &spread).unwrap());
+        // The other way round the residual stays on the part.
+        let rest = residual(&part, &target).unwrap();
+        assert_eq!((rest.prob(1), rest.prob(3), rest.prob(0)), (1.0, 0.0, 0.0));
+        assert_eq!(Distribution::OneHot(1).over(&tokens).unwrap(), Distribution::OneHot(3));
+        for wrong in [Distribution::OneHot(2), target.clone(), part.clone()] {
+            assert!(wrong.over(&tokens).is_err());
+        }
+        let three = dense(&[0.5, 0.25, 0.25]);
+        assert!(residual(&three, &part).unwrap_err().to_string().contains("is 4, expected 3"));
+        let error = verify_block(&[three.clone(), three], &[part], &[1], 0, 0).unwrap_err().to_string();
+        assert!(error.contains("vocabulary of a row is 4, expected 3"), "{error}");
     }
 
     #[test]

@@ -30,6 +30,7 @@ pub(super) const KEYS: &[&str] = &[
     "draft.algorithm",
     "draft.num_layers",
     "draft.block_size",
+    "draft.vocab_size",
     "draft.target_layer_ids",
     "draft.mask_token_id",
     "draft.markov_rank",
@@ -79,8 +80,15 @@ pub(super) const KEYS: &[&str] = &[
 ];
 
 /// Keys that may be absent; `--set key=none` takes them out.
-const OPTIONAL: &[&str] =
-    &["data.limit", "draft.sliding_window", "init.from", "train.epochs", "train.steps", "eval.limit"];
+const OPTIONAL: &[&str] = &[
+    "data.limit",
+    "draft.vocab_size",
+    "draft.sliding_window",
+    "init.from",
+    "train.epochs",
+    "train.steps",
+    "eval.limit",
+];
 
 impl Recipe {
     /// Applies one override, `key=value`, such as `train.lr=3e-4` or `train.phases.0.ce=1`. The value is TOML; text

@@ -50,6 +50,7 @@ fn the_table_of_recipes_names_every_file_and_every_file_is_built_in() {
 fn the_list_of_keys_is_that_of_the_fields() {
     let mut recipe = quickstart();
     recipe.data.limit = Some(1);
+    recipe.draft.vocab_size = Some(1);
     recipe.draft.sliding_window = Some(1);
     recipe.init.from = Some("x".into());
     recipe.train.epochs = Some(1.0);
@@ -105,6 +106,7 @@ fn overrides_take_toml_bare_text_and_none() {
         "data.prompts=my prompts.jsonl",
         "data.loss_on=\"all\"",
         "data.limit=none",
+        "draft.vocab_size=8192",
         "draft.target_layer_ids=[-1, 3]",
         "eval.temperatures=[0, 1]",
         "train.phases.1.until = 0.25",
@@ -122,6 +124,9 @@ fn overrides_take_toml_bare_text_and_none() {
     assert_eq!(recipe.data.prompts, PromptSource::File("my prompts.jsonl".into()));
     assert_eq!(recipe.data.loss_on, LossOn::All);
     assert_eq!(recipe.data.limit, None);
+    assert_eq!(recipe.draft.vocab_size, Some(8192));
+    recipe.apply_set("draft.vocab_size=none").unwrap();
+    assert_eq!(recipe.draft.vocab_size, None);
     assert_eq!(recipe.draft.target_layer_ids, TargetLayers::Ids(vec![-1, 3]));
     assert_eq!(recipe.eval.temperatures, [0.0, 1.0]);
     assert_eq!(recipe.eval.prompts, [PromptSource::BuiltIn, PromptSource::File("a.jsonl".into())]);
@@ -181,6 +186,7 @@ fn values_out_of_range_are_named_with_what_is_allowed() {
         ("prepare.max_length=128", "`prepare.max_length` is 128, allowed: more than `prepare.max_new_tokens` (128)"),
         ("prepare.regenerate=false", "have no answers"),
         ("data.max_bad_ratio=1.5", "`data.max_bad_ratio` is 1.5, allowed: 0 to 1"),
+        ("draft.vocab_size=0", "`draft.vocab_size` is 0, allowed: at least 1, or no such key"),
         ("draft.block_size=0", "`draft.block_size` is 0, allowed: 1 to 256"),
         ("draft.target_layer_ids=[3, 3]", "`draft.target_layer_ids` is [3, 3], allowed: at least one id, each once"),
         ("draft.target_layer_ids=[-2]", "from -1 (embedding)"),

@@ -126,6 +126,7 @@ impl Recipe {
             "bigram",
             "random with `draft.markov_rank` 0",
         );
+        problems.check(draft.vocab_size != Some(0), "draft.vocab_size", 0, "at least 1, or no such key for all tokens");
         problems.check(draft.sliding_window != Some(0), "draft.sliding_window", 0, "at least 1, or no such key");
     }
 

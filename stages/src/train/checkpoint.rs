@@ -8,7 +8,8 @@ use std::path::PathBuf;
 use candle_core::{DType, Device, Tensor};
 use deepspec_models::checkpoint::{replace_folder, write_json, write_tensors};
 use deepspec_models::config::DraftConfig;
-use deepspec_models::draft::{Parameters, trainable_shapes};
+use deepspec_models::draft::{DraftVocabulary, Parameters, trainable_shapes};
+use deepspec_models::loss::dspark::LossHead;
 use deepspec_models::optimizer::Optimizer;
 use deepspec_models::target::TargetEnds;
 use deepspec_models::weights::Weights;
@@ -89,7 +90,7 @@ impl Checkpoints {
         Ok(self.all()?.pop())
     }
 
-    /// Writes a checkpoint and drops the ones that are too old.
+    /// Writes a checkpoint and drops the ones that are too old; `frozen` as [`frozen`] gives it.
     ///
     /// # Errors
     /// When the disk refuses; earlier checkpoints stay as they are.
@@ -98,14 +99,13 @@ impl Checkpoints {
         step: u64,
         config: &DraftConfig,
         parameters: &Parameters,
-        ends: &TargetEnds,
+        frozen: &[(String, Tensor)],
         optimizer: &Optimizer,
         log: &Pending,
     ) -> Result<()> {
         let mut tensors: Vec<(String, Tensor)> =
             parameters.iter().map(|(name, var)| (name.to_owned(), var.as_tensor().clone())).collect();
-        tensors.push(("embed_tokens.weight".into(), ends.embed_tokens.clone()));
-        tensors.push(("lm_head.weight".into(), ends.lm_head.clone()));
+        tensors.extend_from_slice(frozen);
         let state = optimizer.state()?;
         replace_folder(self.folder.join(format!("step-{step:06}")), |fresh| {
             write_json(&fresh.join("config.json"), &config.to_json())?;
@@ -125,18 +125,49 @@ impl Checkpoints {
     }
 }
 
-/// Reads the trainable tensors of a configuration from a checkpoint's weights; every other tensor but the copies of the
-/// target's embedding and head is an error.
+/// The tensors of a drafter that are not trained: copies of the target's embedding and of its head, of which a drafter with a
+/// draft vocabulary has some rows, and the map of that vocabulary.
 ///
 /// # Errors
-/// When a tensor is missing, misshapen or left over.
-pub fn read_parameters(weights: &Weights, config: &DraftConfig) -> Result<Parameters> {
+/// When a tensor cannot be made.
+pub fn frozen(ends: &TargetEnds, head: &LossHead) -> Result<Vec<(String, Tensor)>> {
+    let mut tensors = vec![
+        ("embed_tokens.weight".to_owned(), ends.embed_tokens.clone()),
+        ("lm_head.weight".to_owned(), head.weight().clone()),
+    ];
+    if let Some(vocabulary) = head.vocabulary() {
+        tensors.extend(vocabulary.tensors()?);
+    }
+    Ok(tensors)
+}
+
+/// Reads the trainable tensors of a configuration from a checkpoint's weights, whose draft vocabulary must be `vocabulary`; every
+/// other tensor but the copies of the target's embedding and head is an error.
+///
+/// # Errors
+/// When a tensor is missing, misshapen or left over, or the draft vocabulary is another.
+pub fn read_parameters(
+    weights: &Weights,
+    config: &DraftConfig,
+    vocabulary: Option<&DraftVocabulary>,
+) -> Result<Parameters> {
+    let saved = DraftVocabulary::read(weights, config)?;
+    if saved.as_ref() != vocabulary {
+        return Err(Error::Mismatch {
+            what: "draft vocabulary".into(),
+            left: format!("the tokens in `{}`", weights.path().display()),
+            right: "the most frequent ones of the cache".into(),
+            hint: Some("use the cache that it was trained on, or train in another run folder from the start".into()),
+        });
+    }
     let mut parameters = Parameters::default();
     for (name, shape) in trainable_shapes(config) {
         parameters.insert(&name, &weights.get(&name, &shape)?)?;
     }
     weights.skip("embed_tokens.weight");
     weights.skip("lm_head.weight");
+    weights.skip("d2t");
+    weights.skip("t2d");
     weights.finish()?;
     Ok(parameters)
 }
@@ -145,7 +176,7 @@ pub fn read_parameters(weights: &Weights, config: &DraftConfig) -> Result<Parame
 ///
 /// # Errors
 /// As [`read_parameters`], or when the checkpoint is of another drafter than the recipe's.
-pub fn parameters(found: &Found, config: &DraftConfig) -> Result<Parameters> {
+pub fn parameters(found: &Found, config: &DraftConfig, vocabulary: Option<&DraftVocabulary>) -> Result<Parameters> {
     let saved = DraftConfig::from_folder(&found.folder)?;
     if saved.to_json() != config.to_json() {
         return Err(Error::Mismatch {
@@ -155,7 +186,7 @@ pub fn parameters(found: &Found, config: &DraftConfig) -> Result<Parameters> {
             hint: Some("train it in another run folder".into()),
         });
     }
-    read_parameters(&Weights::from_folder(&found.folder, DType::F32, &Device::Cpu)?, config)
+    read_parameters(&Weights::from_folder(&found.folder, DType::F32, &Device::Cpu)?, config, vocabulary)
 }
 
 /// Restores the optimiser from a checkpoint and returns what the log had pending.

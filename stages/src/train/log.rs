@@ -163,14 +163,15 @@ fn short(time: Duration) -> String {
 }
 
 /// Floating-point operations of one supervised row, forward and backward, attention left out: 6 per weight of the
-/// backbone and the Markov head, 2 + 2 per weight of the frozen head, and 2 for the target's distribution.
+/// backbone and the Markov head, 2 + 2 per weight of the drafter's frozen head, and 2 of the target's for its distribution.
 fn flops_per_block_row(config: &DraftConfig) -> f64 {
     let body = &config.body;
     let width = body.num_attention_heads * body.head_dim;
     let kv = body.num_key_value_heads * body.head_dim;
     let layer = body.hidden_size * (2 * width + 2 * kv + 3 * body.intermediate_size);
-    let head = body.vocab_size * body.hidden_size;
-    (6 * (layer * body.num_hidden_layers + body.vocab_size * config.markov_rank) + 6 * head) as f64
+    let (draft_vocab, vocab) = (config.draft_vocab(), body.vocab_size);
+    let heads = (4 * draft_vocab + 2 * vocab) * body.hidden_size;
+    (6 * (layer * body.num_hidden_layers + draft_vocab * config.markov_rank) + heads) as f64
 }
 
 /// Floating-point operations per second of this machine's f32 kernel, measured once: what `mfu` is relative to.

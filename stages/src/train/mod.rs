@@ -9,6 +9,7 @@ pub mod checkpoint;
 pub mod log;
 pub mod step;
 pub mod tensorboard;
+pub mod vocabulary;
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -16,8 +17,8 @@ use std::time::Instant;
 
 use candle_core::DType;
 use deepspec_datasets::target_cache::{Expected, Reader};
-use deepspec_models::draft::{DSpark, ParameterSource, Parameters, initialise};
-use deepspec_models::linear::{Packed, Precision as Packing};
+use deepspec_models::draft::{DSpark, DraftVocabulary, ParameterSource, Parameters, initialise};
+use deepspec_models::linear::{Linear, Packed, Precision as Packing};
 use deepspec_models::loss::dspark::LossHead;
 use deepspec_models::optimizer::{AdamWConfig, Optimizer, Schedule};
 use deepspec_models::target::TargetEnds;
@@ -26,12 +27,13 @@ use deepspec_models::weights::Weights;
 use crate::drafter::{describe, draft_config};
 use crate::error::{Error, Result};
 use crate::progress::{Context, Event};
-use crate::recipe::{LayersInit, MarkovInit, Recipe};
+use crate::recipe::{LayersInit, MarkovInit, Precision, Recipe};
 use crate::run_dir::RunDir;
 use crate::target_model::TargetModel;
 use batches::Batches;
 use checkpoint::Checkpoints;
 use log::{Pending, TrainLog};
+use vocabulary::Coverage;
 
 /// What a training run ended with.
 #[derive(Debug, Clone)]
@@ -48,6 +50,8 @@ pub struct TrainOutcome {
     pub seconds: f64,
     /// Trainable parameters.
     pub parameters: usize,
+    /// What the draft vocabulary covers, where there is one.
+    pub coverage: Option<Coverage>,
 }
 
 /// Trains the drafter of a recipe on the run's cache, or goes on doing so.
@@ -81,8 +85,12 @@ pub fn run(recipe: &Recipe, run: &RunDir, model: &TargetModel, ctx: Context<'_>)
             batches.without_anchors
         ));
     }
+    let (vocabulary, coverage) = vocabulary::build(&config, model.target.config(), &cache)?.unzip();
+    if let Some(coverage) = &coverage {
+        ctx.note(format!("draft vocabulary: {coverage}"));
+    }
     let ends = TargetEnds::load(model.target.config(), &model.weights()?)?;
-    let head = loss_head(&ends)?;
+    let head = loss_head(&ends, recipe, model, vocabulary)?;
     let checkpoints = Checkpoints::new(run.checkpoints(), recipe.train.keep_checkpoints);
     let schedule = Schedule::new(recipe.train.lr, batches.steps, recipe.train.warmup_ratio);
     let settings = AdamWConfig {
@@ -95,8 +103,8 @@ pub fn run(recipe: &Recipe, run: &RunDir, model: &TargetModel, ctx: Context<'_>)
     checkpoints.remove_leftovers()?;
     let latest = checkpoints.latest()?;
     let parameters = match &latest {
-        Some(found) => checkpoint::parameters(found, &config)?,
-        None => initial_parameters(recipe, &config, &cache, model, &ends, ctx)?,
+        Some(found) => checkpoint::parameters(found, &config, head.vocabulary())?,
+        None => initial_parameters(recipe, &config, &cache, model, &ends, head.vocabulary(), ctx)?,
     };
     let mut optimizer = Optimizer::new(settings, &parameters);
     let pending = match &latest {
@@ -121,8 +129,9 @@ pub fn run(recipe: &Recipe, run: &RunDir, model: &TargetModel, ctx: Context<'_>)
     let mut log = TrainLog::open(run, resumed_from, pending, batches.steps, drafter.config())?;
     let started = Instant::now();
     ctx.reporter.event(Event::Started { task: "train", total: batches.steps, done: resumed_from, unit: "steps" });
+    let frozen = checkpoint::frozen(&ends, &head)?;
     let save = |step: u64, optimizer: &Optimizer, log: &TrainLog| {
-        checkpoints.save(step, drafter.config(), &parameters, &ends, optimizer, log.pending())
+        checkpoints.save(step, drafter.config(), &parameters, &frozen, optimizer, log.pending())
     };
     for step in resumed_from..batches.steps {
         let begun = Instant::now();
@@ -162,15 +171,27 @@ pub fn run(recipe: &Recipe, run: &RunDir, model: &TargetModel, ctx: Context<'_>)
         metrics: log.last().to_vec(),
         seconds: started.elapsed().as_secs_f64(),
         parameters: parameters.elements(),
+        coverage,
     })
 }
 
-/// The target's output head, packed in f32 whatever the target decodes with: gradients want full precision.
-fn loss_head(ends: &TargetEnds) -> Result<LossHead> {
-    let weight = ends.lm_head.contiguous()?;
-    let (_, inputs) = weight.dims2()?;
-    let data: Vec<f32> = weight.flatten_all()?.to_vec1()?;
-    Ok(LossHead { packed: Arc::new(Packed::new(&[&data], inputs, None, Packing::F32)?), weight })
+/// The target's output head, packed in f32 whatever the target decodes with: gradients want full precision. A target that
+/// decodes with f32 lends its own.
+fn loss_head(
+    ends: &TargetEnds,
+    recipe: &Recipe,
+    model: &TargetModel,
+    vocabulary: Option<DraftVocabulary>,
+) -> Result<LossHead> {
+    let packed = match model.target.lm_head() {
+        Linear::Frozen { weight } if recipe.target.precision == Precision::F32 => weight.clone(),
+        _ => {
+            let (_, inputs) = ends.lm_head.dims2()?;
+            let data: Vec<f32> = ends.lm_head.flatten_all()?.to_vec1()?;
+            Arc::new(Packed::new(&[&data], inputs, None, Packing::F32)?)
+        }
+    };
+    Ok(LossHead::new(&ends.lm_head, packed, vocabulary)?)
 }
 
 fn initial_parameters(
@@ -179,12 +200,13 @@ fn initial_parameters(
     cache: &Reader,
     model: &TargetModel,
     ends: &TargetEnds,
+    vocabulary: Option<&DraftVocabulary>,
     ctx: Context<'_>,
 ) -> Result<Parameters> {
     if let Some(from) = &recipe.init.from {
         ctx.note(format!("starting from checkpoint `{}`", from.display()));
         let weights = Weights::from_folder(from, DType::F32, &candle_core::Device::Cpu)?;
-        return checkpoint::read_parameters(&weights, config);
+        return checkpoint::read_parameters(&weights, config, vocabulary);
     }
     let mut parameters = initialise::random(config, recipe.train.seed)?;
     if recipe.init.layers == LayersInit::Target {
@@ -193,7 +215,7 @@ fn initial_parameters(
     }
     if recipe.init.markov == MarkovInit::Bigram && config.markov_rank > 0 {
         let rows = bigram::rows(cache, model, ctx)?;
-        let (w1, w2) = initialise::bigram_factors(&rows, &ends.lm_head, config.markov_rank)?;
+        let (w1, w2) = initialise::bigram_factors(&rows, &ends.lm_head, vocabulary, config.markov_rank)?;
         parameters.insert("markov_head.markov_w1.weight", &w1)?;
         parameters.insert("markov_head.markov_w2.weight", &w2)?;
         ctx.note(format!(

@@ -1,7 +1,7 @@
 //! One optimiser step: supervision of the whole batch, forward and backward per micro-batch, clipped update.
 
 use deepspec_models::draft::{DSpark, Parameters};
-use deepspec_models::loss::dspark::{LossHead, LossWeights, MetricSums, Supervision, dspark_loss};
+use deepspec_models::loss::dspark::{LossHead, LossWeights, MetricSums, Supervision, WeightSums, dspark_loss};
 use deepspec_models::optimizer::{Gradients, Optimizer};
 
 use super::batches::MicroBatch;
@@ -48,17 +48,17 @@ pub fn run(
     let config = drafter.config();
     let supervised = |micro: &MicroBatch<'_>| {
         let (size, mask) = (config.block_size, config.mask_token_id);
-        Supervision::new(&micro.sequences, &micro.loss_masks, size, mask, weights.decay_gamma)
+        Supervision::new(&micro.sequences, &micro.loss_masks, size, mask, weights.decay_gamma, head.vocabulary())
     };
     let supervision: Vec<Supervision> = batch.iter().map(supervised).collect::<Result<_, _>>()?;
-    // Sums are over the global batch, so the denominator is known before the first micro-batch runs.
-    let denominator: f64 = supervision.iter().map(|s| s.weight_sum).sum();
+    // Sums are over the global batch, so the denominators are known before the first micro-batch runs.
+    let denominators: WeightSums = supervision.iter().map(|s| s.weights).sum();
     let mut gradients = Gradients::default();
     let mut sums = MetricSums::default();
     for (micro, supervision) in batch.iter().zip(&supervision) {
         let hidden = drafter.train_hidden(&micro.sequences, &micro.features)?;
         let target = &micro.target_hidden;
-        let loss = dspark_loss(drafter, head, weights, supervision, &hidden, target, denominator, with_acceptance)?;
+        let loss = dspark_loss(drafter, head, weights, supervision, &hidden, target, denominators, with_acceptance)?;
         gradients.add(parameters, &loss.loss.backward()?)?;
         sums.add(&loss.sums);
     }

@@ -32,16 +32,24 @@ impl Expected {
     pub(super) fn of_drafter(config: &DraftConfig) -> Self {
         let mut expected = Self::default();
         let (hidden, vocab, rank) = (config.body.hidden_size, config.body.vocab_size, config.markov_rank);
-        for name in ["embed_tokens.weight", "lm_head.weight"] {
-            expected.optional.insert(name.into(), vec![vocab, hidden]);
+        let draft_vocab = config.draft_vocab();
+        expected.optional.insert("embed_tokens.weight".into(), vec![vocab, hidden]);
+        // A drafter with fewer tokens than the target cannot borrow its head.
+        if config.draft_vocab_size.is_some() {
+            expected.require("lm_head.weight", &[draft_vocab, hidden]);
+            expected.require("d2t", &[draft_vocab]);
+        } else {
+            expected.optional.insert("lm_head.weight".into(), vec![vocab, hidden]);
+            expected.optional.insert("d2t".into(), vec![vocab]);
         }
+        expected.optional.insert("t2d".into(), vec![vocab]);
         expected.require("fc.weight", &[hidden, config.target_layer_ids.len() * hidden]);
         expected.require("hidden_norm.weight", &[hidden]);
         expected.require("norm.weight", &[hidden]);
         expected.layers("", &config.body);
         if let Some(kind) = config.markov_head_type {
             expected.require("markov_head.markov_w1.weight", &[vocab, rank]);
-            expected.require("markov_head.markov_w2.weight", &[vocab, rank]);
+            expected.require("markov_head.markov_w2.weight", &[draft_vocab, rank]);
             match kind {
                 MarkovHeadType::Vanilla => {}
                 MarkovHeadType::Gated => expected.linear("markov_head.gate_proj", rank, hidden + rank, true),

@@ -8,6 +8,7 @@ use anyhow::Context as _;
 use candle_core::{DType, Device};
 use deepspec_datasets::tokenizer::Tokenizer;
 use deepspec_models::config::{DraftConfig, MarkovHeadType, TargetConfig};
+use deepspec_models::draft::DraftVocabulary;
 use deepspec_models::weights::{SINGLE_FILE, Weights};
 use serde_json::{Value, json};
 
@@ -18,6 +19,9 @@ use crate::failure::Refusal;
 
 /// Types of which the loaders make models.
 const LOADED_TYPES: [&str; 3] = ["F32", "F16", "BF16"];
+/// Tensors of the draft vocabulary, of whole numbers, and the types they may have.
+const VOCABULARY: [&str; 2] = ["d2t", "t2d"];
+const VOCABULARY_TYPES: [&str; 4] = ["I64", "I32", "U8", "BOOL"];
 /// Buffers that some writers store although they follow from the configuration; loaders pass over them.
 const DERIVED_BUFFERS: [&str; 2] = ["rotary_emb.inv_freq", "rope_freqs.weight"];
 /// Tensors of a drafter that are copies of the target's.
@@ -61,10 +65,18 @@ pub(super) fn inspect(folder: &Path) -> anyhow::Result<Report> {
         if let Some(expected) = expected {
             add_tensor_problems(&mut report, weights, &expected);
         }
-        for (name, kind) in types.iter().filter(|(_, kind)| !LOADED_TYPES.contains(&kind.as_str())) {
-            if !is_derived(name) {
-                report.problem(refusal(format!("tensor `{name}` is stored as {kind}, expected F32, F16 or BF16")));
+        for (name, kind) in &types {
+            let is_vocabulary = is_drafter && VOCABULARY.contains(&name.as_str());
+            let allowed = if is_vocabulary { &VOCABULARY_TYPES[..] } else { &LOADED_TYPES };
+            if !allowed.contains(&kind.as_str()) && !is_derived(name) {
+                let expected = allowed.join(", ");
+                report.problem(refusal(format!("tensor `{name}` is stored as {kind}, expected one of {expected}")));
             }
+        }
+        if let Some(Config::Drafter(config)) = &config
+            && report.problem_count() == 0
+        {
+            report.ok(DraftVocabulary::read(weights, config));
         }
     }
     if folder.join("tokenizer.json").is_file()
@@ -129,6 +141,7 @@ fn drafter_facts(path: &Path, config: &DraftConfig) -> Value {
         "algorithm": if is_dflash { "DFlash" } else { "DSpark" },
         "block_layout": layout,
         "sample_from_anchor": config.sample_from_anchor,
+        "draft_vocabulary": format!("{} of {} tokens", config.draft_vocab(), body.vocab_size),
         "block_size": size,
         "proposals": proposals,
         "mask_token_id": config.mask_token_id,
@@ -170,7 +183,7 @@ fn add_tensors(report: &mut Report, weights: &Weights, types: &BTreeMap<String, 
             "parameters": weights.names().map(elements).sum::<usize>(),
             "parameters_without_embedding_and_head": weights
                 .names()
-                .filter(|name| !FROZEN.contains(&name.trim_start_matches("model.")))
+                .filter(|name| !FROZEN.contains(&name.trim_start_matches("model.")) && !VOCABULARY.contains(name))
                 .map(elements)
                 .sum::<usize>(),
             "tensors_per_type": per_type,

@@ -1,0 +1,137 @@
+//! The target's distributions at the positions of one chunk of rows: exact over its whole vocabulary, kept for the draft
+//! tokens.
+
+use rayon::prelude::*;
+
+use super::elementwise::{softmax, total};
+use super::{LossRow, VocabLoss, chunk_rows};
+use crate::rows::Rows;
+
+/// Positions whose logits over the whole vocabulary are held at a time where only a part of them is kept: one pass of the
+/// packed product over its weights.
+const GROUP_ROWS: usize = 96;
+
+/// Distributions of the distinct positions of a chunk; buffers are reused from chunk to chunk.
+#[derive(Default)]
+pub(super) struct TargetDistributions {
+    /// Index in `plain` and `tempered` of each row of the chunk; empty when nothing was computed.
+    of_row: Vec<usize>,
+    /// p_t
+    plain: Kept,
+    /// p_t at the KL temperature; empty when that is 1.
+    tempered: Kept,
+    /// Hidden rows of the distinct positions.
+    gathered: Vec<f32>,
+    /// Logits over the whole vocabulary of some positions.
+    logits: Vec<f32>,
+    /// Draft tokens.
+    vocab: usize,
+}
+
+/// Probabilities of the draft tokens, and the mass that the others have.
+#[derive(Default)]
+struct Kept {
+    /// One row of the draft vocabulary per distinct position.
+    probabilities: Vec<f32>,
+    /// One value per distinct position; empty when nothing is missing.
+    missing: Vec<f32>,
+}
+
+/// What a row of the loss compares itself with.
+#[derive(Clone, Copy)]
+pub(super) struct TargetRow<'a> {
+    /// p_t of the draft tokens.
+    pub(super) probabilities: &'a [f32],
+    /// Mass of p_t outside them.
+    pub(super) missing: f32,
+    /// The same at the KL temperature; empty when that is 1.
+    pub(super) tempered: &'a [f32],
+    /// Its mass outside.
+    pub(super) tempered_missing: f32,
+}
+
+impl TargetDistributions {
+    /// Computes p_t for the distinct target positions of a chunk (its rows are sorted by position).
+    pub(super) fn compute(&mut self, settings: &VocabLoss, rows: &[LossRow], target_hidden: Rows<'_>) {
+        let head = &settings.target_head;
+        self.of_row.clear();
+        self.gathered.clear();
+        let mut distinct = 0;
+        for (i, row) in rows.iter().enumerate() {
+            if i == 0 || rows[i - 1].target != row.target {
+                self.gathered.extend_from_slice(target_hidden.row(row.target));
+                distinct += 1;
+            }
+            self.of_row.push(distinct - 1);
+        }
+        self.vocab = settings.draft_head.outputs();
+        let (inputs, vocab, temperature) = (head.inputs(), head.outputs(), settings.kl_temperature);
+        self.plain.clear();
+        self.tempered.clear();
+        let Some(tokens) = &settings.draft_tokens else {
+            self.plain.probabilities.resize(distinct * vocab, 0.0);
+            head.forward(Rows::contiguous(&self.gathered, inputs), &mut self.plain.probabilities);
+            if temperature != 1.0 {
+                self.tempered.probabilities.extend(self.plain.probabilities.iter().map(|logit| logit / temperature));
+                softmax_rows(&mut self.tempered.probabilities, vocab);
+            }
+            softmax_rows(&mut self.plain.probabilities, vocab);
+            return;
+        };
+        for group in self.gathered.chunks(inputs * GROUP_ROWS.min(chunk_rows(vocab))) {
+            self.logits.resize(group.len() / inputs * vocab, 0.0);
+            head.forward(Rows::contiguous(group, inputs), &mut self.logits);
+            if temperature != 1.0 {
+                let mut scaled: Vec<f32> = self.logits.iter().map(|logit| logit / temperature).collect();
+                self.tempered.extend(&mut scaled, vocab, tokens);
+            }
+            self.plain.extend(&mut self.logits, vocab, tokens);
+        }
+    }
+
+    /// What row `index` of the chunk compares itself with; `None` when nothing was computed.
+    pub(super) fn row(&self, index: usize) -> Option<TargetRow<'_>> {
+        let &position = self.of_row.get(index)?;
+        let (probabilities, missing) = self.plain.row(position, self.vocab);
+        let (tempered, tempered_missing) = self.tempered.row(position, self.vocab);
+        Some(TargetRow { probabilities, missing, tempered, tempered_missing })
+    }
+}
+
+impl Kept {
+    fn clear(&mut self) {
+        self.probabilities.clear();
+        self.missing.clear();
+    }
+
+    /// Turns logits of the whole vocabulary into probabilities, and takes over those of `tokens`.
+    fn extend(&mut self, logits: &mut [f32], vocab: usize, tokens: &[u32]) {
+        let before = self.missing.len();
+        let after = before + logits.len() / vocab;
+        self.probabilities.resize(after * tokens.len(), 0.0);
+        self.missing.resize(after, 0.0);
+        logits
+            .par_chunks_exact_mut(vocab)
+            .zip(self.probabilities[before * tokens.len()..].par_chunks_exact_mut(tokens.len()))
+            .zip(&mut self.missing[before..])
+            .for_each(|((row, kept), missing)| {
+                softmax(row);
+                for (kept, &token) in kept.iter_mut().zip(tokens) {
+                    *kept = std::mem::take(&mut row[token as usize]);
+                }
+                // Only what was not taken is left: this keeps a small mass exact, and none at exactly 0.
+                *missing = total(row);
+            });
+    }
+
+    fn row(&self, position: usize, vocab: usize) -> (&[f32], f32) {
+        let probabilities = self.probabilities.get(position * vocab..(position + 1) * vocab).unwrap_or_default();
+        (probabilities, self.missing.get(position).copied().unwrap_or(0.0))
+    }
+}
+
+fn softmax_rows(rows: &mut [f32], vocab: usize) {
+    rows.par_chunks_exact_mut(vocab).for_each(|row| {
+        softmax(row);
+    });
+}
