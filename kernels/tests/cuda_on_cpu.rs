@@ -389,19 +389,15 @@ fn vocabulary_loss() {
             })
             .collect();
         let head_tensor = tensor(&head, vocab);
+        let packed = std::sync::Arc::new(Packed::new(&[&head], width, None, Precision::F32).unwrap());
         let loss = VocabLoss {
-            lm_head: Packed::new(&[&head], width, None, Precision::F32).unwrap().into(),
-            lm_head_weight: head_tensor.clone(),
+            target_head: packed.clone(),
+            draft_head: packed,
+            draft_head_weight: head_tensor.clone(),
+            draft_tokens: None,
             rows: rows
                 .iter()
-                .map(|r| LossRow {
-                    row: r.row,
-                    target: r.target,
-                    label: r.label.unwrap(),
-                    ce: r.ce,
-                    tv: r.tv,
-                    kl: r.kl,
-                })
+                .map(|r| LossRow { row: r.row, target: r.target, label: r.label, ce: r.ce, tv: r.tv, kl: r.kl })
                 .collect(),
             kl_temperature,
             with_target,

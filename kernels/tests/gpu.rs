@@ -1,19 +1,16 @@
 //! Every operation on a CUDA device against the same call on the CPU (feature `cuda`); without a device they say so and pass.
 #![cfg(feature = "cuda")]
-#![expect(
-    clippy::print_stdout,
-    clippy::unwrap_used,
-    reason = "tests say that they were skipped, and fail as tests do"
-)]
+#![expect(clippy::print_stdout, clippy::unwrap_used, reason = "tests say that they were skipped, and fail as tests do")]
 
 use candle_core::{Device, Result, Tensor, Var};
 use deepspec_kernels::adamw::{AdamWStep, Moments, adamw, square_sum};
 use deepspec_kernels::attention::HeadLayout;
 use deepspec_kernels::attention::block::{BlockAttention, BlockSpan};
 use deepspec_kernels::attention::ragged::{RaggedAttention, Segment, Visibility, store_keys, store_values};
-use deepspec_kernels::linear::{INVARIANT_ROWS, Linear, Precision};
+use deepspec_kernels::linear::{INVARIANT_ROWS, Linear, Packed, Precision};
 use deepspec_kernels::rope::RopeFrequencies;
 use deepspec_kernels::verify::{DraftBlock, argmax_first, verify_blocks};
+use deepspec_kernels::vocab_loss::{LossRow, VocabLoss};
 use deepspec_kernels::{rms_norm, silu_mul};
 
 fn gpu() -> Option<Device> {
@@ -84,9 +81,7 @@ fn rows_operations() {
     let angles = RopeFrequencies::plain(1e4, 64, 72).at(&positions);
     compare(&gpu, "rope", &[random(4, 50, 3 * 72)], 1e-5, |t| angles.apply(&t[0]));
     // A slice of a wider row, as the parts of a fused projection are.
-    compare(&gpu, "slice", &[random(5, 9, 100)], 1e-5, |t| {
-        silu_mul(&t[0].narrow(1, 4, 32)?, &t[0].narrow(1, 50, 32)?)
-    });
+    compare(&gpu, "slice", &[random(5, 9, 100)], 1e-5, |t| silu_mul(&t[0].narrow(1, 4, 32)?, &t[0].narrow(1, 50, 32)?));
 }
 
 #[test]
@@ -104,7 +99,11 @@ fn linear_layers() {
                 assert_close("linear", &values(&y), &values(&on_cpu.forward(&x).unwrap()), 1e-4);
                 if rows <= INVARIANT_ROWS {
                     let alone = on_gpu.forward(&x.narrow(0, rows - 1, 1).unwrap().to_device(&gpu).unwrap()).unwrap();
-                    assert_eq!(values(&alone), values(&y.narrow(0, rows - 1, 1).unwrap()), "a row depends on the others");
+                    assert_eq!(
+                        values(&alone),
+                        values(&y.narrow(0, rows - 1, 1).unwrap()),
+                        "a row depends on the others"
+                    );
                 }
             }
         }
@@ -147,7 +146,8 @@ fn block_attention() {
     let Some(gpu) = gpu() else { return };
     for head_dim in [64, 128, 20, 200] {
         let heads = HeadLayout { heads: 6, kv_heads: 2, head_dim };
-        let span = |context, first: usize| BlockSpan { context, rows: 7 * first..7 * (first + 1), sees_itself: first != 2 };
+        let span =
+            |context, first: usize| BlockSpan { context, rows: 7 * first..7 * (first + 1), sees_itself: first != 2 };
         let pattern = BlockAttention::new(
             vec![(0..300, vec![span(0..30, 0), span(100..300, 1), span(0..0, 2)]), (300..320, vec![span(300..311, 3)])],
             heads,
@@ -156,6 +156,39 @@ fn block_attention() {
         let keys = |seed| random(seed, 320 + 28, 2 * head_dim);
         let inputs = [(random(1, 28, 6 * head_dim) * 4.0).unwrap(), keys(2), keys(3)];
         compare(&gpu, "block attention", &inputs, 1e-5, |t| pattern.forward(&t[0], &t[1], &t[2]));
+    }
+}
+
+#[test]
+fn vocabulary_loss() {
+    let Some(gpu) = gpu() else { return };
+    let (vocab, width, rank, count) = (5003, 64, 16, 40);
+    let head = random(1, vocab, width);
+    let packed = std::sync::Arc::new(Packed::new(&[&values(&head)], width, None, Precision::F32).unwrap());
+    let inputs = [random(2, count, width), random(3, count, rank), random(4, vocab, rank)];
+    for kl_temperature in [1.0, 2.0] {
+        compare(&gpu, "vocabulary loss", &inputs, 1e-4, |t| {
+            let device = t[0].device();
+            let target = (random(5, 30, width) * 2.0)?.to_device(device)?;
+            let row = |i: usize| LossRow {
+                row: i * 3 % count,
+                target: i * 7 % 30,
+                label: (i % 5 != 0).then_some((i * 101 % vocab) as u32),
+                ce: 0.3,
+                tv: 0.7,
+                kl: 0.2,
+            };
+            let loss = VocabLoss {
+                target_head: packed.clone(),
+                draft_head: packed.clone(),
+                draft_head_weight: head.to_device(device)?,
+                draft_tokens: None,
+                rows: (0..60).map(row).collect(),
+                kl_temperature,
+                with_target: true,
+            };
+            Ok(loss.forward(&t[0], &t[1], &t[2], &target)?.loss)
+        });
     }
 }
 

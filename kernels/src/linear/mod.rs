@@ -71,7 +71,7 @@ impl Linear {
             let stored = match precision {
                 Precision::F32 => DType::F32,
                 Precision::Bf16 => DType::BF16,
-                Precision::Int8 => bail!("eight-bit weights have no CUDA kernel; choose bf16 or f32"),
+                Precision::Q8 => bail!("eight-bit weights have no CUDA kernel; choose bf16 or f32"),
             };
             let bias = bias.map(|b| b.to_dtype(DType::F32)?.contiguous()).transpose()?;
             return Ok(Linear::Device { weight: weight.to_dtype(stored)?.contiguous()?, bias });
