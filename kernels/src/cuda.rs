@@ -87,8 +87,8 @@ impl Cuda {
         layout: &Layout,
     ) -> Result<Guarded<'a, View>> {
         let RowLayout { stride, count, cols } = RowLayout::new(op, layout)?;
-        let Guarded { value: address, _guard } = self.start::<f32>(storage, layout)?;
-        Ok(Guarded { value: View { address, stride, count, cols }, _guard })
+        let Guarded { value: address, _guard: guard } = self.start::<f32>(storage, layout)?;
+        Ok(Guarded { value: View { address, stride, count, cols }, _guard: guard })
     }
 
     /// A buffer as a storage.

@@ -45,7 +45,7 @@ struct Block {
 
 // A block of threads per draft block. `accept` holds a number in [0, 1) per token, `next` one per target row: what the row's
 // draw uses if it comes to it. Writes two numbers: how many tokens are accepted, and the token after them.
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 4)
 verify_blocks(const float* __restrict__ target, const float* __restrict__ draft, const int* __restrict__ tokens, const double* __restrict__ accept,
               const double* __restrict__ next, const Block* __restrict__ blocks, int* __restrict__ out, int vocab) {
     __shared__ double masses[MAX_CHUNKS];

@@ -127,8 +127,8 @@ __device__ __forceinline__ void ragged_attention(const float* __restrict__ q, in
                                  parts, stats);                                                                                     \
     }
 
-RAGGED(ragged_attention_32, 32, 4, 3)
-RAGGED(ragged_attention_64, 64, 4, 3)
+RAGGED(ragged_attention_32, 32, 4, 4)
+RAGGED(ragged_attention_64, 64, 4, 4)
 RAGGED(ragged_attention_128, 128, 4, 2)
 RAGGED(ragged_attention_256, 256, 2, 3)
 

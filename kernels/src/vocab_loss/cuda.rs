@@ -1,14 +1,14 @@
 //! The fused vocabulary loss on a CUDA device: gradients stay there, the terms of the rows come back to the host.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::PoisonError;
 
-use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CudaStorage, CustomOp1, Layout, Result, Shape, Tensor, bail};
+use candle_core::op::BackpropOp;
+use candle_core::{CudaStorage, Layout, Result, Shape, Storage, Tensor, bail};
 
 use super::{Op, RowTerms};
 use crate::cuda::{Cuda, Slice, cuda_storage};
-use crate::device::Matrix;
 use crate::device::vocab_loss::{Heads, LossCall, Row, forward};
+use crate::device::{Backend, Matrix};
 
 /// Gradients of the hidden rows, the latent rows and W2.
 pub(super) type Gradients = [Slice; 3];
@@ -61,41 +61,22 @@ impl Op {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         state.terms = out.terms.iter().map(|&[ce, tv, kl]| RowTerms { ce, tv, kl }).collect();
         state.on_device = Some([out.hidden, out.latent, out.w2]);
-        let loss = h.device().storage_from_slice(&[loss as f32])?;
-        Ok((loss, Shape::from(1)))
+        Ok((cuda.storage(cuda.upload(&[loss as f32])?), Shape::from(1)))
     }
 
     /// The gradients that [`Op::on_device`] left, times that of the loss.
     pub(super) fn device_gradients(&self, inputs: [&Tensor; 3], grad: &Tensor) -> Result<[Option<Tensor>; 3]> {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(slices) = state.on_device.take() else { bail!("vocab-loss: the backward pass ran twice") };
+        let cuda = Cuda::new(grad.device().as_cuda_device()?);
         let mut out = [const { None }; 3];
         for ((out, slice), input) in out.iter_mut().zip(slices).zip(inputs) {
             if input.elem_count() > 0 {
-                let gradient = input.apply_op1_no_bwd(&Stored(Mutex::new(Some(slice))))?;
+                let storage = Storage::Cuda(cuda.storage(slice));
+                let gradient = Tensor::from_storage(storage, input.shape(), BackpropOp::none(), false);
                 *out = Some(gradient.broadcast_mul(grad)?);
             }
         }
         Ok(out)
-    }
-}
-
-/// Makes a tensor of a slice, in the shape of the argument.
-struct Stored(Mutex<Option<Slice>>);
-
-impl CustomOp1 for Stored {
-    fn name(&self) -> &'static str {
-        "stored-gradient"
-    }
-
-    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
-        bail!("a gradient in device memory for a tensor in host memory")
-    }
-
-    fn cuda_fwd(&self, like: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
-        match self.0.lock().unwrap_or_else(PoisonError::into_inner).take() {
-            Some(slice) => Ok((Cuda::of(like).storage(slice), layout.shape().clone())),
-            None => bail!("a stored gradient is taken once"),
-        }
     }
 }
