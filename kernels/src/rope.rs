@@ -89,7 +89,7 @@ impl RopeAngles {
     }
 
     fn check(&self, rows: usize, cols: usize) -> Result<()> {
-        if rows * self.pairs != self.cos.len() || cols % self.head_dim != 0 {
+        if rows * self.pairs != self.cos.len() || !cols.is_multiple_of(self.head_dim) {
             bail!(
                 "rope for {} positions and heads of {} got {rows} rows of {cols}",
                 self.cos.len() / self.pairs.max(1),

@@ -150,7 +150,9 @@ fn residual(p: &[f32], q: &[f32]) -> Vec<f32> {
         weights = p.to_vec();
         mass = sum(&weights);
     }
-    weights.iter_mut().for_each(|weight| *weight = (f64::from(*weight) / mass) as f32);
+    for weight in &mut weights {
+        *weight = (f64::from(*weight) / mass) as f32;
+    }
     weights
 }
 

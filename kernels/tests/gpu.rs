@@ -173,7 +173,7 @@ fn vocabulary_loss() {
             let row = |i: usize| LossRow {
                 row: i * 3 % count,
                 target: i * 7 % 30,
-                label: (i % 5 != 0).then_some((i * 101 % vocab) as u32),
+                label: (!i.is_multiple_of(5)).then_some((i * 101 % vocab) as u32),
                 ce: 0.3,
                 tv: 0.7,
                 kl: 0.2,

@@ -20,7 +20,7 @@ pub fn rope<B: Backend>(
     pairs: usize,
     inverse: bool,
 ) -> Result<B::Buffer<f32>> {
-    if head_dim == 0 || x.cols % head_dim != 0 || 2 * pairs > head_dim {
+    if head_dim == 0 || !x.cols.is_multiple_of(head_dim) || 2 * pairs > head_dim {
         bail!("rope of {pairs} pairs in heads of {head_dim} got rows of {}", x.cols);
     }
     let y = backend.alloc::<f32>(x.count * x.cols)?;

@@ -205,7 +205,7 @@ pub fn forward<B: Backend>(
 
 /// The rows of a chunk by the row they come from: two may share one.
 struct Groups<B: Backend> {
-    groups: B::Buffer<u32>,
+    table: B::Buffer<u32>,
     members: B::Buffer<u32>,
     count: usize,
 }
@@ -221,7 +221,7 @@ impl<B: Backend> Groups<B> {
             groups.extend([*row, members.len() as u32, rows.len() as u32]);
             members.extend(rows);
         }
-        Ok(Self { groups: backend.upload(&groups)?, members: backend.upload(&members)?, count: by_row.len() })
+        Ok(Self { table: backend.upload(&groups)?, members: backend.upload(&members)?, count: by_row.len() })
     }
 
     /// Adds the rows of gradient · weight to those of `out` they belong to.
@@ -230,7 +230,7 @@ impl<B: Backend> Groups<B> {
         backend.matmul(gradient, weight, backend.address(&product), false)?;
         let args = args![
             backend.address(&product),
-            backend.address(&self.groups),
+            backend.address(&self.table),
             backend.address(&self.members),
             backend.address(out),
             weight.cols
