@@ -165,3 +165,4 @@ pub trait Element: Copy + Default + 'static {}
 impl Element for f32 {}
 impl Element for f64 {}
 impl Element for u32 {}
+impl Element for half::bf16 {}

@@ -13,7 +13,8 @@ pub struct Simt;
 
 /// Elements on each side of a buffer that no kernel may touch.
 const FENCE: usize = 64;
-const FENCE_BYTE: u8 = 0xfe;
+/// Fences are NaN, so that a kernel that reads them is seen, too.
+const FENCE_BYTE: u8 = 0xff;
 
 /// Host memory with a fence on both sides.
 #[derive(Debug)]
@@ -26,6 +27,13 @@ impl Simt {
     /// A view of rows in host memory.
     pub fn view(data: &[f32], cols: usize) -> View {
         View::contiguous(data.as_ptr() as u64, data.len() / cols.max(1), cols)
+    }
+}
+
+impl Buffer<f32> {
+    /// Its rows.
+    pub fn rows(&self, cols: usize) -> View {
+        Simt::view(&self.data[FENCE..FENCE + self.len], cols)
     }
 }
 
@@ -76,13 +84,9 @@ static LAUNCH: Mutex<()> = Mutex::new(());
 impl Backend for Simt {
     type Buffer<T: Element> = Buffer<T>;
 
-    /// Filled with NaN patterns, so that an element no kernel wrote is seen.
+    /// Filled with NaN, so that an element no kernel wrote is seen.
     fn alloc<T: Element>(&self, len: usize) -> Result<Buffer<T>> {
-        let fences = Buffer::<T>::filled(len, FENCE_BYTE);
-        let mut buffer = Buffer::<T>::filled(len, 0xff);
-        buffer.data[..FENCE].copy_from_slice(&fences.data[..FENCE]);
-        buffer.data[FENCE + len..].copy_from_slice(&fences.data[..FENCE]);
-        Ok(buffer)
+        Ok(Buffer::filled(len, FENCE_BYTE))
     }
 
     fn zeros<T: Element>(&self, len: usize) -> Result<Buffer<T>> {

@@ -184,15 +184,17 @@ fn linear_of_few_rows() {
         let weight = random.values(outputs * inputs);
         let (x, bias) = (random.values(rows * inputs), random.values(outputs));
         for stored in [Stored::F32, Stored::Bf16] {
-            let (precision, narrow) = match stored {
-                Stored::F32 => (Precision::F32, Vec::new()),
-                Stored::Bf16 => (Precision::Bf16, weight.iter().map(|w| half::bf16::from_f32(*w)).collect()),
+            let narrow: Vec<half::bf16> = weight.iter().map(|w| half::bf16::from_f32(*w)).collect();
+            let (wide, narrow) = (Simt.upload(&weight).unwrap(), Simt.upload(&narrow).unwrap());
+            let (precision, address) = match stored {
+                Stored::F32 => (Precision::F32, Simt.address(&wide)),
+                Stored::Bf16 => (Precision::Bf16, Simt.address(&narrow)),
             };
-            let address = if stored == Stored::F32 { weight.as_ptr() as u64 } else { narrow.as_ptr() as u64 };
             let bias_at = if case % 3 == 0 { 0 } else { bias.as_ptr() as u64 };
             let weights = Weight { address, stored, bias: bias_at, inputs, outputs };
             let run = |x: &[f32]| {
-                Simt.download(&device::linear::forward(&Simt, &Simt::view(x, inputs), &weights).unwrap()).unwrap()
+                let x = Simt.upload(x).unwrap();
+                Simt.download(&device::linear::forward(&Simt, &x.rows(inputs), &weights).unwrap()).unwrap()
             };
             let y = run(&x);
             let bias = (bias_at != 0).then(|| tensor(&bias, 1).reshape(outputs).unwrap());
@@ -244,14 +246,21 @@ fn ragged_attention() {
         let expected = values(&op.forward(&tensor(&q, rows), &k_cache, &v_tensor).unwrap());
         let run = |q: &[f32], segments: &[Segment]| {
             let call = RaggedCall { segments, capacity, heads, causal, window };
-            let views =
-                (Simt::view(q, heads.heads * head_dim), Simt::view(&keys, capacity), Simt::view(&v_cache, width));
+            let [q, k, v] = [q, &keys, &v_cache].map(|data| Simt.upload(data).unwrap());
+            let views = (q.rows(heads.heads * head_dim), k.rows(capacity), v.rows(width));
             Simt.download(&device::attention::ragged(&Simt, &call, &views.0, &views.1, &views.2).unwrap()).unwrap()
         };
         let y = run(&q, &segments);
         assert_close("y", &y, &expected, 1e-4);
         let first = segments[0].len * heads.heads * head_dim;
         assert_eq!(run(&q[first..], &segments[1..]), y[first..], "a row depends on other segments");
+        if causal {
+            let alone = (0..segments[0].len).map(|i| Segment { start: segments[0].start + i, len: 1, ..segments[0] });
+            for (i, segment) in alone.enumerate() {
+                let row = i * heads.heads * head_dim..(i + 1) * heads.heads * head_dim;
+                assert_eq!(run(&q[row.clone()], &[segment]), y[row], "row {i} depends on its segment");
+            }
+        }
         // Enough copies of a segment that its keys are no longer spread over blocks.
         let many: Vec<Segment> = (0..128).map(|_| segments[1]).collect();
         if case % 3 == 2 && segments[1].len < 3 {
@@ -302,7 +311,8 @@ fn block_attention() {
         let grad = random.values(rows * wide);
         let (qt, kt, vt) = (leaf(&q, rows), leaf(&k, context + rows), leaf(&v, context + rows));
         let expected = pattern.forward(&qt, &kt, &vt).unwrap();
-        let views = [(&q, wide), (&k, width), (&v, width), (&grad, wide)].map(|(data, cols)| Simt::view(data, cols));
+        let buffers = [&q, &k, &v, &grad].map(|data| Simt.upload(data).unwrap());
+        let views = [(0, wide), (1, width), (2, width), (3, wide)].map(|(i, cols)| buffers[i].rows(cols));
         let y = device::attention::block(&Simt, &call, &views[0], &views[1], &views[2]).unwrap();
         assert_close("y", &Simt.download(&y).unwrap(), &values(&expected), 1e-5);
         let got = device::attention::block_backward(&Simt, &call, &views[0], &views[1], &views[2], &views[3]).unwrap();
@@ -327,11 +337,12 @@ fn verification() {
         let count: usize = lengths.iter().sum();
         let draft: Vec<f32> = (0..count).flat_map(|_| distribution(&mut random, vocab)).collect();
         let mut target: Vec<f32> = (0..count + lengths.len()).flat_map(|_| distribution(&mut random, vocab)).collect();
-        if case % 4 == 0 && count > 0 {
-            // Equal rows: everything is accepted and a residual has no mass.
-            target[..vocab].copy_from_slice(&draft[..vocab]);
-        }
         let tokens: Vec<u32> = (0..count).map(|_| random.size(0, vocab - 1) as u32).collect();
+        if case % 2 == 0 && count > 0 && lengths[0] > 0 {
+            // Equal rows but for the proposed token: if it is rejected, the residual has no mass.
+            target[..vocab].copy_from_slice(&draft[..vocab]);
+            target[tokens[0] as usize] *= 0.5;
+        }
         let mut uniform = |n: usize| -> Vec<f64> { (0..n).map(|_| f64::from(random.values(1)[0].abs())).collect() };
         let (accept, next) = (uniform(count), uniform(count + lengths.len()));
         let (mut blocks, mut d, mut t) = (Vec::new(), 0, 0);

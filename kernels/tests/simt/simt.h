@@ -181,6 +181,21 @@ inline void prepare(unsigned number) {
     fiber.stack_pointer = slot;
 }
 
+// Runs each lane of a warp to its next wait; whether any could run.
+inline bool run_warp(unsigned number, bool upwards) {
+    Block& b = block();
+    const unsigned first = number * WARP, last = std::min<unsigned>(b.fibers.size(), first + WARP);
+    bool progress = false;
+    for (unsigned i = first; i < last; ++i) {
+        Fiber& fiber = b.fibers[upwards ? i : last - 1 - (i - first)];
+        if (fiber.state != State::Ready) continue;
+        progress = true;
+        b.current = &fiber;
+        simt_switch(&b.scheduler, fiber.stack_pointer);
+    }
+    return progress;
+}
+
 inline void run_block() {
     Block& b = block();
     const unsigned count = b.threads.x * b.threads.y * b.threads.z;
@@ -196,15 +211,12 @@ inline void run_block() {
     static unsigned order = 1;
     while (b.alive) {
         bool progress = false;
-        // Upwards or downwards by chance: code that needs one of the orders lacks a barrier.
+        // A warp runs as far as it can before the next one starts, upwards or downwards by chance: code that needs warps to
+        // keep pace, or one of the orders, lacks a barrier.
         order = order * 1664525u + 1013904223u;
         const bool upwards = order >> 31;
-        for (unsigned i = 0; i < count; ++i) {
-            Fiber& fiber = b.fibers[upwards ? i : count - 1 - i];
-            if (fiber.state != State::Ready) continue;
-            progress = true;
-            b.current = &fiber;
-            simt_switch(&b.scheduler, fiber.stack_pointer);
+        for (unsigned w = 0; w < b.warps.size(); ++w) {
+            while (run_warp(upwards ? w : b.warps.size() - 1 - w, upwards)) progress = true;
         }
         if (b.alive && !progress) fail("a barrier that not all threads reach");
     }
