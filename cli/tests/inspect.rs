@@ -12,7 +12,9 @@ use deepspec_datasets::tokenizer::Tokenizer;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-use fixtures::{drafter_tensors, write_cache, write_conversations, write_drafter, write_text_side};
+use fixtures::{
+    drafter_tensors, write_cache, write_conversations, write_drafter, write_pruned_drafter, write_text_side,
+};
 
 fn command() -> std::process::Command {
     let mut command = std::process::Command::new(assert_cmd::cargo::cargo_bin!("deepspec"));
@@ -216,6 +218,30 @@ fn drafters_show_their_layout_and_layers_in_every_convention() {
     assert_eq!(report["weights"]["tensors_per_type"], json!({ "BF16": 17 }));
     let fc = report["tensors"].as_array().unwrap().iter().find(|row| row["name"] == "fc.weight").unwrap();
     assert_eq!(*fc, json!({ "name": "fc.weight", "shape": [8, 16], "type": "BF16" }));
+}
+
+#[test]
+fn draft_vocabularies_are_shown_and_checked() {
+    let (_guard, dir) = folder();
+    write_drafter(&dir, &drafter_tensors());
+    assert_eq!(report(&dir, &[], 0)["drafter"]["draft_vocabulary"], "32 of 32 tokens");
+
+    write_pruned_drafter(&dir, [0, 2, 2, 28], None);
+    let found = report(&dir, &[], 0);
+    assert_eq!(found["drafter"]["draft_vocabulary"], "4 of 32 tokens");
+    assert_eq!(found["weights"]["tensors_per_type"], json!({ "BF16": 17, "BOOL": 1, "I64": 1 }));
+
+    for (offsets, skipped, expected) in [
+        ([0, 2, 1, 28], None, "entry 2 of tensor `d2t` is 1, which maps draft token 2 to 3, expected a token above"),
+        ([0, 2, 2, 29], None, "entry 3 of tensor `d2t` is 29, which maps draft token 3 to 32, expected a token from 0"),
+        ([0, 2, 3, 28], None, "entry 4 of tensor `t2d` is 1, expected 0 as `d2t` has it"),
+        ([0, 2, 2, 28], Some("d2t"), "tensor `d2t` of shape [4] is missing"),
+        ([0, 2, 2, 28], Some("lm_head.weight"), "tensor `lm_head.weight` of shape [4, 8] is missing"),
+    ] {
+        write_pruned_drafter(&dir, offsets, skipped);
+        let report = report(&dir, &[], 1);
+        assert!(problems(&report)[0].contains(expected), "{report}");
+    }
 }
 
 #[test]

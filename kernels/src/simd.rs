@@ -141,17 +141,6 @@ pub(crate) fn axpy(a: f32, x: &[f32], y: &mut [f32]) {
     }
 }
 
-/// `y += a0·x0 + a1·x1 + a2·x2 + a3·x3`, added in this order.
-#[inline(always)]
-#[expect(clippy::inline_always, reason = "called inside multiversioned loops")]
-pub(crate) fn axpy4(a: [f32; 4], x: [&[f32]; 4], y: &mut [f32]) {
-    let n = y.len();
-    let (x0, x1, x2, x3) = (&x[0][..n], &x[1][..n], &x[2][..n], &x[3][..n]);
-    for i in 0..n {
-        y[i] = (((y[i] + a[0] * x0[i]) + a[1] * x1[i]) + a[2] * x2[i]) + a[3] * x3[i];
-    }
-}
-
 #[inline(always)]
 #[expect(clippy::inline_always, reason = "called inside multiversioned loops")]
 fn fold(partial: [f32; LANES]) -> f32 {
@@ -160,33 +149,6 @@ fn fold(partial: [f32; LANES]) -> f32 {
     let eight: [f32; 8] = std::array::from_fn(|i| partial[i] + partial[i + 8]);
     let four: [f32; 4] = std::array::from_fn(|i| eight[i] + eight[i + 4]);
     (four[0] + four[2]) + (four[1] + four[3])
-}
-
-/// y ← `Σ_j weights[j] · row(j)` for the columns `0..y.len()`, keys added in order, a stretch of columns at a time so that
-/// the sums stay in registers.
-#[inline(always)]
-pub(crate) fn weighted_sum<'a>(weights: &[f32], row: impl Fn(usize) -> &'a [f32], y: &mut [f32]) {
-    const STRETCH: usize = 64;
-    let mut first = 0;
-    let mut stretches = y.chunks_exact_mut(STRETCH);
-    for y in &mut stretches {
-        let mut sums = [0f32; STRETCH];
-        for (j, &weight) in weights.iter().enumerate() {
-            let row: &[f32; STRETCH] = row(j)[first..first + STRETCH].try_into().expect("a stretch has its length");
-            for lane in 0..STRETCH {
-                sums[lane] += weight * row[lane];
-            }
-        }
-        y.copy_from_slice(&sums);
-        first += STRETCH;
-    }
-    let rest = stretches.into_remainder();
-    rest.fill(0.0);
-    if !rest.is_empty() {
-        for (j, &weight) in weights.iter().enumerate() {
-            axpy(weight, &row(j)[first..first + rest.len()], rest);
-        }
-    }
 }
 
 /// e^x, relative error below 3e-7; 0 below −87.3, the largest finite power above 88.3.

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use candle_core::{Device, Result, Tensor, Var};
 use deepspec_kernels::attention::HeadLayout;
 use deepspec_kernels::attention::block::{BlockAttention, BlockSpan};
-use deepspec_kernels::attention::ragged::{RaggedAttention, Segment, Visibility, store_keys, store_values};
+use deepspec_kernels::attention::ragged::{RaggedAttention, Segment, Visibility, cache_shapes};
 use deepspec_kernels::linear::{Packed, Precision};
 use deepspec_kernels::rope::RopeFrequencies;
 use deepspec_kernels::vocab_loss::{LossRow, VocabLoss};
@@ -159,50 +159,60 @@ proptest! {
 
     #[test]
     fn ragged_attention_sees_its_cache_and_nothing_else(
-        seed in any::<u64>(), past_a in 0usize..40, past_b in 0usize..40, new_a in 1usize..5, new_b in 1usize..5,
-        window in prop::option::of(1usize..6), causal in any::<bool>(),
+        seed in any::<u64>(), past in prop::array::uniform2(0usize..90), new in prop::array::uniform2(1usize..9),
+        kv_heads in 1usize..3, group in prop::sample::select(vec![1usize, 2, 3, 5, 14]), dim in 1usize..70,
+        window in prop::option::of(1usize..40), causal in any::<bool>(),
     ) {
-        let heads = HeadLayout { heads: 4, kv_heads: 2, head_dim: 8 };
-        let capacity = 48;
-        let (k_cache, v_cache) = (tensor(seed, 3 * 16, capacity), tensor(seed ^ 1, 3 * capacity, 16));
-        let segments = [Segment { slot: 2, start: past_a, len: new_a }, Segment { slot: 0, start: past_b, len: new_b }];
-        let rows = new_a + new_b;
-        let (k, v) = (tensor(seed ^ 2, rows, 16), tensor(seed ^ 3, rows, 16));
-        store_keys(&k_cache, &k, &segments.into()).unwrap();
-        store_values(&v_cache, &v, &segments, capacity).unwrap();
-        let q = tensor(seed ^ 4, rows, 32);
-        let visibility = if causal { Visibility::Causal } else { Visibility::WholeSegment };
-        let op = RaggedAttention { segments: segments.into(), capacity, heads, visibility, window };
+        let heads = HeadLayout { heads: kv_heads * group, kv_heads, head_dim: dim };
+        let capacity = 99;
+        let [k_cache, v_cache] = cache_shapes(3, capacity, heads).map(|(rows, cols)| tensor(seed, rows, cols));
+        let slots = [2, 0];
+        let attention = |segments: Vec<Segment>| {
+            let visibility = if causal { Visibility::Causal } else { Visibility::WholeSegment };
+            RaggedAttention { segments: segments.into(), capacity, heads, visibility, window }
+        };
+        let segment = |i: usize, start, len| Segment { slot: slots[i], start, len };
+        // What a slot holds comes in two calls, so that the second must leave the first alone.
+        let totals = [past[0] + new[0], past[1] + new[1]];
+        let [k, v] = [0, 1].map(|side| totals.map(|n| tensor(seed ^ (2 + side + n as u64 * 8), n, kv_heads * dim)));
+        for from_to in [[0, past[0], 0, past[1]], [past[0], totals[0], past[1], totals[1]]] {
+            let [a, b, c, d] = from_to;
+            let rows = |t: &[Tensor; 2]| Tensor::cat(&[t[0].narrow(0, a, b - a).unwrap(), t[1].narrow(0, c, d - c).unwrap()], 0).unwrap();
+            attention(vec![segment(0, a, b - a), segment(1, c, d - c)]).store(&rows(&k), &rows(&v), &k_cache, &v_cache).unwrap();
+        }
+        let q = tensor(seed ^ 4, new[0] + new[1], heads.heads * dim);
+        let op = attention(vec![segment(0, past[0], new[0]), segment(1, past[1], new[1])]);
         let y = values(&op.forward(&q, &k_cache, &v_cache).unwrap());
-        let (qs, ks, vs) = (values(&q), values(&k_cache), values(&v_cache));
+        let (qs, width) = (values(&q), heads.heads * dim);
         let mut row = 0;
-        for segment in segments {
-            for i in 0..segment.len {
-                let (first, last) = if causal {
-                    let end = segment.start + i + 1;
-                    (window.map_or(0, |w| end.saturating_sub(w)), end)
-                } else {
-                    (window.map_or(0, |w| segment.start.saturating_sub(w)), segment.start + segment.len)
-                };
-                for head in 0..4 {
-                    let column = |d: usize| head / 2 * 8 + d;
-                    let value = |p: usize, d: usize| f64::from(vs[(segment.slot * capacity + p) * 16 + column(d)]);
-                    let key = |p: usize, d: usize| f64::from(ks[(segment.slot * 16 + column(d)) * capacity + p]);
-                    let dot = |p| (0..8).map(|d| f64::from(qs[row * 32 + head * 8 + d]) * key(p, d)).sum::<f64>();
-                    let scores: Vec<f64> = (first..last).map(|p| dot(p) / 8f64.sqrt()).collect();
+        for (i, (k, v)) in k.iter().zip(&v).enumerate() {
+            let (ks, vs) = (values(k), values(v));
+            for position in past[i]..totals[i] {
+                let first = |seen: usize| window.map_or(0, |w| seen.saturating_sub(w));
+                let seen = if causal { first(position + 1)..position + 1 } else { first(past[i])..totals[i] };
+                for head in 0..heads.heads {
+                    let at = |data: &[f32], p: usize, d: usize| f64::from(data[(p * kv_heads + head / group) * dim + d]);
+                    let dot = |p| (0..dim).map(|d| f64::from(qs[row * width + head * dim + d]) * at(&ks, p, d)).sum::<f64>();
+                    let scores: Vec<f64> = seen.clone().map(|p| dot(p) / (dim as f64).sqrt()).collect();
                     let total: f64 = scores.iter().map(|s| s.exp()).sum();
-                    for d in 0..8 {
-                        let expected: f64 = (first..last).zip(&scores).map(|(p, s)| s.exp() / total * value(p, d)).sum();
-                        prop_assert!((f64::from(y[row * 32 + head * 8 + d]) - expected).abs() < 1e-5);
+                    for d in 0..dim {
+                        let expected: f64 = seen.clone().zip(&scores).map(|(p, s)| s.exp() / total * at(&vs, p, d)).sum();
+                        let got = f64::from(y[row * width + head * dim + d]);
+                        prop_assert!((got - expected).abs() < 1e-5, "row {}: {} against {}", row, got, expected);
                     }
+                }
+                // A causal row's result depends neither on the other segment nor on the rows that come with it.
+                if causal {
+                    let alone = attention(vec![segment(i, position, 1)]);
+                    let y_alone = values(&alone.forward(&q.narrow(0, row, 1).unwrap(), &k_cache, &v_cache).unwrap());
+                    prop_assert_eq!(&y[row * width..(row + 1) * width], &y_alone[..]);
                 }
                 row += 1;
             }
         }
-        // A row's result does not depend on the other segment.
-        let alone = RaggedAttention { segments: [segments[1]].into(), ..op };
-        let y_alone = values(&alone.forward(&q.narrow(0, new_a, new_b).unwrap(), &k_cache, &v_cache).unwrap());
-        prop_assert_eq!(&y[new_a * 32..], &y_alone[..]);
+        let alone = attention(vec![segment(1, past[1], new[1])]);
+        let y_alone = values(&alone.forward(&q.narrow(0, new[0], new[1]).unwrap(), &k_cache, &v_cache).unwrap());
+        prop_assert_eq!(&y[new[0] * width..], &y_alone[..]);
     }
 
     #[test]

@@ -18,7 +18,11 @@ fn main() {
 fn measure() {
     let path = std::env::args().nth(1).unwrap();
     let gguf = Arc::new(Gguf::open(path).unwrap());
+    let wanted = std::env::args().nth(3);
     for precision in [Precision::F32, Precision::Bf16, Precision::Q8] {
+        if wanted.as_ref().is_some_and(|w| w != precision.name()) {
+            continue;
+        }
         let weights = Weights::from_gguf(gguf.clone(), DType::F32, &Device::Cpu).unwrap();
         let target = Target::load(TargetConfig::from_gguf(&gguf).unwrap(), &weights, precision).unwrap();
         let bytes = target.weight_bytes() as f64;
@@ -26,14 +30,14 @@ fn measure() {
         let mut cache = target.new_cache(1, 1024).unwrap();
         let prompt: Vec<u32> = (0..256).map(|i| 1000 + i * 37 % 4000).collect();
         target.forward(&mut cache, &[NewTokens { slot: 0, tokens: &prompt }], &[]).unwrap();
-        let only: Option<usize> = std::env::args().nth(2).and_then(|text| text.parse().ok());
+        let only: Option<usize> = std::env::args().nth(2).and_then(|text| text.parse().ok()).filter(|&rows| rows > 0);
         for rows in
             [1usize, 2, 4, 6, 8, 12, 16, 32, 512].into_iter().filter(|rows| only.is_none_or(|only| only == *rows))
         {
             let tokens = vec![77u32; rows];
             let mut times = Vec::new();
             let all: Vec<usize> = if rows == 512 { vec![511] } else { (0..rows).collect() };
-            for _ in 0..if rows == 512 { 4 } else { 15 } {
+            for _ in 0..if rows == 512 { 5 } else { 25 } {
                 let start = Instant::now();
                 let out = target.forward(&mut cache, &[NewTokens { slot: 0, tokens: &tokens }], &[]).unwrap();
                 target.logits(&out.hidden, &all).unwrap();
@@ -43,8 +47,9 @@ fn measure() {
             times.sort_by(f64::total_cmp);
             let median = times[times.len() / 2];
             println!(
-                "{rows:4} rows {:7.2} ms  {:7.1} tok/s  {:5.1} GB/s of weights",
+                "{rows:4} rows {:7.2} ms (min {:.2}) {:7.1} tok/s  {:5.1} GB/s of weights",
                 median * 1e3,
+                times[0] * 1e3,
                 rows as f64 / median,
                 bytes / median / 1e9
             );

@@ -5,9 +5,10 @@
 
 use std::borrow::Cow;
 use std::collections::HashMap;
+use std::ops::Deref;
 use std::path::{Path, PathBuf};
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::{CpuStorage, DType, Device, Storage, Tensor};
 use safetensors::{Dtype, View};
 use serde_json::Value;
 
@@ -93,39 +94,49 @@ pub fn write_tensors(path: &Path, tensors: &[(impl AsRef<str>, Tensor)]) -> Resu
             .to_device(&Device::Cpu)
             .and_then(|tensor| tensor.contiguous())
             .map_err(Error::tensor(format!("cannot fetch tensor `{name}`")))?;
-        if by_name.insert(name, Stored(tensor)).is_some() {
+        if by_name.insert(name, tensor).is_some() {
             let problem = "is given twice".into();
             return Err(Error::ShardIndex { path: path.into(), tensor: name.into(), problem });
         }
     }
     let metadata = HashMap::from([("format".to_string(), "pt".to_string())]);
-    safetensors::serialize_to_file(by_name, Some(metadata), path)
+    let stored = by_name.iter().map(|(name, tensor)| (name, Stored { tensor, storage: tensor.storage_and_layout().0 }));
+    safetensors::serialize_to_file(stored, Some(metadata), path)
         .map_err(|source| Error::Safetensors { path: path.into(), source: Box::new(source) })?;
     fs_err::OpenOptions::new().write(true).open(path)?.sync_all()?;
     Ok(())
 }
 
-/// A tensor as a file holds it.
-struct Stored(Tensor);
+/// A contiguous tensor as a file holds it, with its storage held for reading.
+struct Stored<'a, S> {
+    tensor: &'a Tensor,
+    storage: S,
+}
 
-impl View for Stored {
+impl<S: Deref<Target = Storage>> View for Stored<'_, S> {
     fn dtype(&self) -> Dtype {
-        match self.0.dtype() {
+        match self.tensor.dtype() {
             DType::U8 => Dtype::BOOL,
             dtype => dtype.into(),
         }
     }
 
     fn shape(&self) -> &[usize] {
-        self.0.dims()
+        self.tensor.dims()
     }
 
     fn data(&self) -> Cow<'_, [u8]> {
-        View::data(&self.0)
+        // The large tensors of a checkpoint are f32: those go into the file from where they lie.
+        match (&*self.storage, self.tensor.layout().contiguous_offsets()) {
+            (Storage::Cpu(CpuStorage::F32(values)), Some((from, to))) => {
+                Cow::Borrowed(bytemuck::cast_slice(&values[from..to]))
+            }
+            _ => View::data(self.tensor),
+        }
     }
 
     fn data_len(&self) -> usize {
-        self.0.elem_count() * self.0.dtype().size_in_bytes()
+        self.tensor.elem_count() * self.tensor.dtype().size_in_bytes()
     }
 }
 

@@ -1,12 +1,12 @@
 //! Preallocated key/value caches with O(1) rollback.
 //!
-//! One tensor per layer and side: values `[slots · capacity, kv_heads · head_dim]`, keys transposed
-//! `[slots · kv_heads · head_dim, capacity]` (see the attention kernel). A slot belongs to one sequence at a time;
-//! its length says how many positions are valid. Rolling back or freeing a slot only moves the length: rows past it are
+//! One tensor per layer and side, in the panels that the attention kernel reads. A slot belongs to one sequence at a
+//! time; its length says how many positions are valid. Rolling back or freeing a slot only moves the length: rows past it are
 //! overwritten before they are ever read.
 
 use candle_core::{DType, Device, Tensor};
 use deepspec_kernels::attention::HeadLayout;
+use deepspec_kernels::attention::ragged::cache_shapes;
 
 use crate::error::{Error, Result};
 
@@ -25,20 +25,14 @@ impl KvCache {
     /// # Errors
     /// When the memory cannot be had.
     pub fn new(layers: usize, slots: usize, capacity: usize, heads: HeadLayout, device: &Device) -> Result<Self> {
-        let width = heads.kv_heads * heads.head_dim;
-        let keys = || Tensor::zeros((slots * width, capacity), DType::F32, device);
-        let values = || Tensor::zeros((slots * capacity, width), DType::F32, device);
-        Ok(Self {
-            keys: (0..layers).map(|_| keys()).collect::<Result<_, _>>()?,
-            values: (0..layers).map(|_| values()).collect::<Result<_, _>>()?,
-            lengths: vec![0; slots],
-            capacity,
-        })
+        let [keys, values] = cache_shapes(slots, capacity, heads);
+        let empty = |shape| (0..layers).map(|_| Tensor::zeros(shape, DType::F32, device)).collect::<Result<_, _>>();
+        Ok(Self { keys: empty(keys)?, values: empty(values)?, lengths: vec![0; slots], capacity })
     }
 
     /// Bytes that such a cache takes.
     pub fn bytes(layers: usize, slots: usize, capacity: usize, heads: HeadLayout) -> usize {
-        2 * 4 * layers * slots * capacity * heads.kv_heads * heads.head_dim
+        4 * layers * cache_shapes(slots, capacity, heads).iter().map(|(rows, cols)| rows * cols).sum::<usize>()
     }
 
     /// Number of slots.

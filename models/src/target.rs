@@ -7,7 +7,7 @@
 
 use candle_core::{DType, Device, Tensor};
 use deepspec_kernels::attention::HeadLayout;
-use deepspec_kernels::attention::ragged::{RaggedAttention, Segment, Visibility, store_keys, store_values};
+use deepspec_kernels::attention::ragged::{RaggedAttention, Segment, Visibility};
 use deepspec_kernels::linear::{Linear, Precision};
 use deepspec_kernels::rope::{RopeAngles, RopeFrequencies};
 use deepspec_kernels::{rms_norm, silu_mul};
@@ -290,8 +290,7 @@ impl DecoderLayer {
         let q = head_norm(&qkv.narrow(1, 0, q_width)?, self.q_norm.as_ref(), head_dim, eps)?;
         let k = head_norm(&qkv.narrow(1, q_width, kv_width)?, self.k_norm.as_ref(), head_dim, eps)?;
         let v = qkv.narrow(1, q_width + kv_width, kv_width)?;
-        store_keys(keys, &angles.apply(&k)?, &attention.segments)?;
-        store_values(values, &v, &attention.segments, attention.capacity)?;
+        attention.store(&angles.apply(&k)?, &v, keys, values)?;
         let mixed = attention.forward(&angles.apply(&q)?, keys, values)?;
         let x = (x + self.o_proj.forward(&mixed)?)?;
         let gate_up = self.gate_up_proj.forward(&rms_norm(&x, &self.post_attention_layernorm, eps)?)?;

@@ -44,7 +44,9 @@ fn config(draft_vocab_size: Option<usize>) -> DraftConfig {
 
 fn vocabulary() -> DraftVocabulary {
     let mut counts = vec![0; VOCAB];
-    TOKENS.iter().for_each(|&token| counts[token as usize] = 1);
+    for token in TOKENS {
+        counts[token as usize] = 1;
+    }
     DraftVocabulary::most_frequent(&counts, &[2], TOKENS.len()).unwrap()
 }
 
@@ -167,8 +169,11 @@ fn what_is_no_map_is_refused_with_tensor_and_entry() {
     assert!(error.contains("tensor `d2t` has shape [8], expected [23]"), "{error}");
 }
 
-/// Two sequences with anchors, all supervised but the start.
-fn batch() -> Vec<(Vec<u32>, Vec<u8>, Vec<Option<usize>>)> {
+/// Tokens, loss mask and anchors of a sequence.
+type Sequence = (Vec<u32>, Vec<u8>, Vec<Option<usize>>);
+
+/// Two sequences, all supervised but the start.
+fn batch() -> Vec<Sequence> {
     [(11_u32, 17), (5, 12)]
         .into_iter()
         .map(|(factor, len)| {
@@ -248,7 +253,7 @@ fn the_loss_compares_with_the_whole_vocabulary() {
             dot(&head[token], &hidden[slot.row]) + dot(&w2[token], &w1[previous])
         };
         let p = softmax(&TOKENS.iter().map(|&token| logit(token)).collect::<Vec<_>>());
-        let mut p_d = vec![0.0; VOCAB];
+        let mut p_d = [0.0; VOCAB];
         TOKENS.iter().zip(&p).for_each(|(&token, p)| p_d[token as usize] = *p);
         let distance = p_d.iter().zip(&p_t).map(|(d, t)| (d - t).abs()).sum::<f64>();
         tv += slot.weight * distance;

@@ -1,22 +1,24 @@
 //! `deepspec train`: a drafter from the run's target cache.
 
 use deepspec_stages::progress::Context;
-use deepspec_stages::train::{self, TrainOutcome};
+use deepspec_stages::train::{TrainOutcome, Training};
 
 use super::prepare::print;
 use super::setup::Setup;
 use crate::args::RunArguments;
 use crate::printer::Printer;
 
-/// Trains, or goes on training.
+/// Trains, or goes on training. The target's memory is free before the first step.
 ///
 /// # Errors
-/// As [`train::run`].
+/// As [`Training::set_up`] and [`Training::run`].
 pub(super) fn run(arguments: &RunArguments, printer: &Printer, context: Context<'_>) -> anyhow::Result<()> {
     let setup = Setup::new(arguments, true, |_| {})?;
     let run = setup.run_dir(context)?;
     let model = setup.target(context)?;
-    let outcome = train::run(&setup.recipe, &run, &model, context)?;
+    let training = Training::set_up(&setup.recipe, &run, &model, context)?;
+    drop(model);
+    let outcome = training.run(context)?;
     print(&summary(&outcome), printer)
 }
 

@@ -114,26 +114,59 @@ pub(crate) fn drafter_tensors() -> Vec<Tensor> {
 
 /// A DSpark drafter with γ = 5 and feature layers −1 and 2 of a target with four layers.
 pub(crate) fn write_drafter(dir: &Path, tensors: &[Tensor]) {
-    let config = json!({
+    let zeros = |(name, shape): &Tensor| {
+        let bytes = vec![0; 2 * shape.iter().product::<usize>()];
+        (name.clone(), "BF16", shape.clone(), bytes)
+    };
+    write_checkpoint(dir, &drafter_config(), &tensors.iter().map(zeros).collect::<Vec<_>>());
+}
+
+/// That drafter with four of its 32 tokens, and flags for the tokens 0, 3, 4 and 31; without the tensor named.
+pub(crate) fn write_pruned_drafter(dir: &Path, offsets: [i64; 4], skipped: Option<&str>) {
+    let mut config = drafter_config();
+    config["draft_vocab_size"] = json!(4);
+    let mut tensors = Vec::new();
+    for (name, mut shape) in drafter_tensors() {
+        if name == "markov_head.markov_w2.weight" || name == "lm_head.weight" {
+            shape[0] = 4;
+        }
+        let bytes = vec![0; 2 * shape.iter().product::<usize>()];
+        tensors.push((name, "BF16", shape, bytes));
+    }
+    let flags = (0..32).map(|token| u8::from([0, 3, 4, 31].contains(&token)));
+    tensors.push(("d2t".into(), "I64", vec![4], offsets.iter().flat_map(|offset| offset.to_le_bytes()).collect()));
+    tensors.push(("t2d".into(), "BOOL", vec![32], flags.collect()));
+    tensors.retain(|(name, ..)| Some(name.as_str()) != skipped);
+    write_checkpoint(dir, &config, &tensors);
+}
+
+fn drafter_config() -> Value {
+    json!({
         "architectures": ["Qwen3DSparkModel"], "model_type": "qwen3", "hidden_size": 8, "intermediate_size": 16,
         "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4, "vocab_size": 32,
         "max_position_embeddings": 64, "rope_theta": 10000.0, "eos_token_id": 2, "num_target_layers": 4,
         "block_size": 5, "mask_token_id": 6, "target_layer_ids": [-1, 2], "markov_rank": 2,
         "markov_head_type": "vanilla", "sample_from_anchor": true,
-    });
+    })
+}
+
+/// Writes `config.json` and tensors given as name, type, shape and bytes.
+fn write_checkpoint(dir: &Path, config: &Value, tensors: &[(String, &str, Vec<usize>, Vec<u8>)]) {
     fs_err::create_dir_all(dir).unwrap();
     fs_err::write(dir.join("config.json"), config.to_string()).unwrap();
     let mut header = Map::new();
     let mut end = 0;
-    for (name, shape) in tensors {
+    for (name, kind, shape, bytes) in tensors {
         let start = end;
-        end += 2 * shape.iter().product::<usize>();
-        header.insert(name.clone(), json!({ "dtype": "BF16", "shape": shape, "data_offsets": [start, end] }));
+        end += bytes.len();
+        header.insert(name.clone(), json!({ "dtype": kind, "shape": shape, "data_offsets": [start, end] }));
     }
     let header = Value::Object(header).to_string();
     let mut file = (header.len() as u64).to_le_bytes().to_vec();
     file.extend(header.into_bytes());
-    file.resize(file.len() + end, 0);
+    for (.., bytes) in tensors {
+        file.extend(bytes);
+    }
     fs_err::write(dir.join("model.safetensors"), file).unwrap();
 }
 

@@ -1,10 +1,14 @@
 //! Attention of the new rows of many sequences over their caches, and the write into the caches.
 //!
-//! Values are cached as `[slots · capacity, kv_heads · head_dim]`: position p of a sequence in slot s is row
-//! s · capacity + p. Keys are cached transposed, `[slots · kv_heads · head_dim, capacity]`, so that the scores of many keys
-//! are computed side by side without horizontal sums. Prefill, decode, verification and drafting are the same call with other segments. Every row is
-//! computed in one order of operations that depends on nothing but its own keys.
+//! Caches are panels of 32, like packed weights, so that attention runs on the same register tiles as a linear layer:
+//! keys of 32 positions side by side, `[slot][kv head][position/32][dimension][32]`, and values of 32 dimensions side by
+//! side, `[slot][kv head][dimension/32][position][32]`. A task takes a few rows of one segment with all the query heads
+//! that share a key/value head; its scores live in a buffer of the thread. Prefill, decode, verification and drafting are
+//! the same call with other segments. Every row is computed in one order of operations that depends on nothing but its
+//! own keys.
 
+use std::cell::RefCell;
+use std::ops::Range;
 use std::sync::Arc;
 
 #[cfg(feature = "cuda")]
@@ -12,12 +16,16 @@ use candle_core::CudaStorage;
 use candle_core::{CpuStorage, CustomOp3, InplaceOp2, Layout, Result, Shape, Tensor, bail};
 
 use super::HeadLayout;
+use crate::linear::{PANEL, tile_f32};
 use crate::multiversion;
 use crate::rows::Rows;
-use crate::simd::{axpy, axpy4, exp_shifted, max, weighted_sum};
+use crate::simd::{exp_shifted, level, max};
 use crate::threads;
 #[cfg(feature = "cuda")]
 use crate::{cuda::Cuda, device::attention as device};
+
+/// Query vectors per task, unless one row has more (AVX-512: 12 × 2 accumulators of 16 lanes).
+const TASK_VECTORS: usize = 12;
 
 /// New rows of one sequence.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -59,8 +67,7 @@ impl RaggedAttention {
     /// Attends.
     ///
     /// # Shapes
-    /// q `[rows, heads · head_dim]`, keys `[slots · kv_heads · head_dim, capacity]`, values
-    /// `[slots · capacity, kv_heads · head_dim]` → `[rows, heads · head_dim]`
+    /// q `[rows, heads · head_dim]`, caches as in [`cache_shapes`] → `[rows, heads · head_dim]`
     ///
     /// # Errors
     /// When shapes, segments and capacity do not fit each other.
@@ -68,7 +75,19 @@ impl RaggedAttention {
         q.apply_op3_no_bwd(k_cache, v_cache, self)
     }
 
-    fn keys_of_row(&self, segment: &Segment, row: usize) -> std::ops::Range<usize> {
+    /// Writes the keys and values of the segments' rows into the caches at their positions.
+    ///
+    /// # Shapes
+    /// k, v `[rows, kv_heads · head_dim]`, caches as in [`cache_shapes`]
+    ///
+    /// # Errors
+    /// When a segment does not fit into its slot.
+    pub fn store(&self, k: &Tensor, v: &Tensor, k_cache: &Tensor, v_cache: &Tensor) -> Result<()> {
+        k_cache.inplace_op2(k, &Store { attention: self, side: Side::Keys })?;
+        v_cache.inplace_op2(v, &Store { attention: self, side: Side::Values })
+    }
+
+    fn keys_of_row(&self, segment: &Segment, row: usize) -> Range<usize> {
         match self.visibility {
             Visibility::Causal => {
                 let end = segment.start + row + 1;
@@ -79,67 +98,93 @@ impl RaggedAttention {
             }
         }
     }
-}
 
-/// Writes the rows of each segment into a value cache at their positions.
-///
-/// # Shapes
-/// rows `[rows, kv_heads · head_dim]`, cache `[slots · capacity, kv_heads · head_dim]`
-///
-/// # Errors
-/// When a segment does not fit into its slot.
-pub fn store_values(cache: &Tensor, rows: &Tensor, segments: &[Segment], capacity: usize) -> Result<()> {
-    let rows = rows.contiguous()?;
-    let mut first = 0;
-    for segment in segments {
-        if segment.start + segment.len > capacity {
-            bail!("positions {}..{} exceed the cache of {capacity}", segment.start, segment.start + segment.len);
-        }
-        cache.slice_set(&rows.narrow(0, first, segment.len)?, 0, segment.slot * capacity + segment.start)?;
-        first += segment.len;
+    /// Where the panels of a slot's key/value head begin in the key cache, and in the value cache.
+    fn panels(&self, slot: usize, kv_head: usize) -> [usize; 2] {
+        let HeadLayout { kv_heads, head_dim, .. } = self.heads;
+        let head = slot * kv_heads + kv_head;
+        let keys = head * self.capacity.div_ceil(PANEL) * head_dim * PANEL;
+        [keys, head * head_dim.div_ceil(PANEL) * self.capacity * PANEL]
     }
-    Ok(())
+
+    /// Fails when a segment lies outside the caches.
+    fn check_segments(&self, elements: usize, side: Side) -> Result<()> {
+        let [keys, values] = cache_shapes(1, self.capacity, self.heads);
+        let per_slot = match side {
+            Side::Keys => keys.0 * keys.1,
+            Side::Values => values.0 * values.1,
+        };
+        for segment in self.segments.iter() {
+            if segment.start + segment.len > self.capacity || (segment.slot + 1) * per_slot > elements {
+                bail!("{segment:?} lies outside a cache of {elements} elements, capacity {}", self.capacity);
+            }
+        }
+        Ok(())
+    }
 }
 
-/// Writes the rows of each segment into a transposed key cache at their positions.
-///
-/// # Shapes
-/// rows `[rows, kv_heads · head_dim]`, cache `[slots · kv_heads · head_dim, capacity]`
-///
-/// # Errors
-/// When a segment does not fit into its slot.
-pub fn store_keys(cache: &Tensor, rows: &Tensor, segments: &Arc<[Segment]>) -> Result<()> {
-    cache.inplace_op2(rows, &StoreKeys { segments: segments.clone() })
+/// Shapes of a key cache and of a value cache.
+pub fn cache_shapes(slots: usize, capacity: usize, heads: HeadLayout) -> [(usize, usize); 2] {
+    let HeadLayout { kv_heads, head_dim, .. } = heads;
+    [
+        (slots * kv_heads * capacity.div_ceil(PANEL), head_dim * PANEL),
+        (slots * kv_heads * head_dim.div_ceil(PANEL), capacity * PANEL),
+    ]
 }
 
-struct StoreKeys {
-    segments: Arc<[Segment]>,
+#[derive(Debug, Clone, Copy)]
+enum Side {
+    Keys,
+    Values,
 }
 
-impl InplaceOp2 for StoreKeys {
+struct Store<'a> {
+    attention: &'a RaggedAttention,
+    side: Side,
+}
+
+impl InplaceOp2 for Store<'_> {
     fn name(&self) -> &'static str {
-        "store-keys"
+        match self.side {
+            Side::Keys => "store-keys",
+            Side::Values => "store-values",
+        }
     }
 
     fn cpu_fwd(&self, cache: &mut CpuStorage, cl: &Layout, rows: &CpuStorage, rl: &Layout) -> Result<()> {
+        let RaggedAttention { segments, capacity, heads, .. } = self.attention;
+        let HeadLayout { kv_heads, head_dim, .. } = *heads;
         let rows = Rows::new(self.name(), rows, rl)?;
-        let CpuStorage::F32(cache) = cache else { bail!("store-keys: expected an f32 cache") };
-        let (_, capacity) = cl.shape().dims2()?;
-        let width = rows.cols;
+        let CpuStorage::F32(cache) = cache else { bail!("{}: expected an f32 cache", self.name()) };
+        let count: usize = segments.iter().map(|s| s.len).sum();
+        if !cl.is_contiguous() || rows.cols != kv_heads * head_dim || rows.count != count {
+            bail!("{}: rows {:?} for {count} positions of {heads:?}, cache {:?}", self.name(), rl.dims(), cl.dims());
+        }
+        self.attention.check_segments(cl.shape().elem_count(), self.side)?;
+        let cache = &mut cache[cl.start_offset()..];
         let mut next = 0;
-        for segment in self.segments.iter() {
-            let Segment { slot, start, len } = *segment;
-            if start + len > capacity || !cl.is_contiguous() || (slot + 1) * width * capacity > cl.shape().elem_count()
-            {
-                bail!("store-keys: {segment:?} of width {width} does not fit a cache of {:?}", cl.dims());
-            }
-            let first = cl.start_offset() + slot * width * capacity + start;
-            for i in 0..len {
-                for (d, &value) in rows.row(next + i).iter().enumerate() {
-                    cache[first + d * capacity + i] = value;
+        for segment in segments.iter() {
+            for position in segment.start..segment.start + segment.len {
+                for kv_head in 0..kv_heads {
+                    let row = rows.part(next, kv_head * head_dim, head_dim);
+                    let [keys, values] = self.attention.panels(segment.slot, kv_head);
+                    match self.side {
+                        Side::Keys => {
+                            let first = keys + position / PANEL * head_dim * PANEL + position % PANEL;
+                            for (key, &x) in cache[first..].iter_mut().step_by(PANEL).zip(row) {
+                                *key = x;
+                            }
+                        }
+                        Side::Values => {
+                            for (part, x) in row.chunks(PANEL).enumerate() {
+                                let at = values + (part * capacity + position) * PANEL;
+                                cache[at..at + x.len()].copy_from_slice(x);
+                            }
+                        }
+                    }
                 }
+                next += 1;
             }
-            next += len;
         }
         Ok(())
     }
@@ -159,33 +204,138 @@ impl InplaceOp2 for StoreKeys {
 }
 
 multiversion! {
-    /// One row and one group of query heads. `k` has a row per dimension of a key, starting at `k_row`.
-    fn attend(q: &[f32], k: Rows<'_>, k_row: usize, v: Rows<'_>, v_row: usize, keys: std::ops::Range<usize>, column: usize, heads: HeadLayout,
-        scores: &mut [f32], y: &mut [f32]) {
-        let (dim, count, scale) = (heads.head_dim, keys.len(), heads.scale());
-        for (q, scores) in q.chunks_exact(dim).zip(scores.chunks_exact_mut(count)) {
-            let k = |d: usize| k.part(k_row + d, keys.start, count);
-            let quads = q.chunks_exact(4);
-            let tail = quads.remainder();
-            for (i, q) in quads.enumerate() {
-                axpy4([q[0], q[1], q[2], q[3]], [k(4 * i), k(4 * i + 1), k(4 * i + 2), k(4 * i + 3)], scores);
+    /// Scores → e^(scale·score − maximum) in place; returns their sum.
+    fn exponentials(scores: &mut [f32], scale: f32) -> f32 {
+        for score in scores.iter_mut() {
+            *score *= scale;
+        }
+        let largest = max(scores);
+        exp_shifted(scores, largest)
+    }
+}
+
+/// Some rows of one segment, for the query heads that share one key/value head.
+struct Task {
+    slot: usize,
+    kv_head: usize,
+    /// Row in the batch of the first one.
+    first: usize,
+    /// Keys of each row.
+    keys: Vec<Range<usize>>,
+}
+
+/// Buffers of a thread.
+#[derive(Default)]
+struct Scratch {
+    /// A row of scores per query vector.
+    scores: Vec<f32>,
+    totals: Vec<f32>,
+    tile: Vec<[f32; PANEL]>,
+}
+
+thread_local! {
+    static SCRATCH: RefCell<Scratch> = RefCell::default();
+}
+
+/// Output that tasks write disjoint parts of.
+struct Out(*mut f32);
+// SAFETY: `store` is only called with disjoint destinations.
+unsafe impl Sync for Out {}
+impl Out {
+    /// # Safety
+    /// The destination lies inside the output, and no other task writes it.
+    unsafe fn store(&self, at: usize, values: impl ExactSizeIterator<Item = f32>) {
+        for (i, value) in values.enumerate() {
+            // SAFETY: promised by the caller.
+            unsafe { self.0.add(at + i).write(value) };
+        }
+    }
+}
+
+impl RaggedAttention {
+    fn tasks(&self) -> Vec<Task> {
+        let rows_per_task = (TASK_VECTORS / self.heads.group()).max(1);
+        let mut tasks = Vec::new();
+        let mut first = 0;
+        for segment in self.segments.iter() {
+            for from in (0..segment.len).step_by(rows_per_task) {
+                let rows = from..(from + rows_per_task).min(segment.len);
+                for kv_head in 0..self.heads.kv_heads {
+                    let keys = rows.clone().map(|row| self.keys_of_row(segment, row)).collect();
+                    tasks.push(Task { slot: segment.slot, kv_head, first: first + from, keys });
+                }
             }
-            for (i, &q) in tail.iter().enumerate() {
-                axpy(q, k(dim - tail.len() + i), scores);
-            }
-            for score in scores.iter_mut() {
-                *score *= scale;
+            first += segment.len;
+        }
+        tasks
+    }
+
+    fn run(&self, task: &Task, q: Rows<'_>, keys: &[f32], values: &[f32], scratch: &mut Scratch, out: &Out) {
+        let HeadLayout { heads, head_dim, .. } = self.heads;
+        let group = self.heads.group();
+        let level = level();
+        let vectors = task.keys.len() * group;
+        // Query vector i belongs to row i / group and, in its group, to head i % group.
+        let place = |i: usize| (task.first + i / group, (task.kv_head * group + i % group) * head_dim);
+        let first_key = task.keys.iter().map(|keys| keys.start).min().unwrap_or(0) / PANEL * PANEL;
+        let last_key = task.keys.iter().map(|keys| keys.end).max().unwrap_or(0);
+        let width = (last_key - first_key.min(last_key)).next_multiple_of(PANEL);
+        let [key_panels, value_panels] = self.panels(task.slot, task.kv_head);
+
+        let Scratch { scores, totals, tile } = scratch;
+        scores.resize((vectors * width).max(scores.len()), 0.0);
+        tile.resize(vectors.max(tile.len()), [0.0; PANEL]);
+        let tile = &mut tile[..vectors];
+        let queries: Vec<&[f32]> = (0..vectors).map(|i| place(i)).map(|(row, at)| q.part(row, at, head_dim)).collect();
+        for block in 0..width / PANEL {
+            let at = key_panels + (first_key / PANEL + block) * head_dim * PANEL;
+            tile.fill([0.0; PANEL]);
+            tile_f32(level, &keys[at..at + head_dim * PANEL], &queries, tile);
+            for (i, tile) in tile.iter().enumerate() {
+                scores[i * width + block * PANEL..][..PANEL].copy_from_slice(tile);
             }
         }
-        for (head, scores) in scores.chunks_exact_mut(count).enumerate().take(heads.group()) {
-            let total = exp_shifted(scores, max(scores));
-            let y = &mut y[head * dim..(head + 1) * dim];
-            weighted_sum(scores, |j| v.part(v_row + keys.start + j, column, dim), y);
-            for value in y.iter_mut() {
-                *value /= total;
+        totals.clear();
+        for (i, scores) in scores.chunks_exact_mut(width.max(1)).enumerate().take(vectors) {
+            let keys = &task.keys[i / group];
+            totals.push(exponentials(&mut scores[keys.start - first_key..keys.end - first_key], self.heads.scale()));
+        }
+        let weights = |i: usize, keys: Range<usize>| {
+            &scores[i * width + keys.start - first_key..i * width + keys.end - first_key]
+        };
+        let shared = shared_keys(&task.keys);
+        for part in 0..head_dim.div_ceil(PANEL) {
+            let panel = |keys: &Range<usize>| {
+                let at = value_panels + part * self.capacity * PANEL;
+                &values[at + keys.start * PANEL..at + keys.end * PANEL]
+            };
+            tile.fill([0.0; PANEL]);
+            if !shared.is_empty() {
+                let weights: Vec<&[f32]> = (0..vectors).map(|i| weights(i, shared.clone())).collect();
+                tile_f32(level, panel(&shared), &weights, tile);
+            }
+            for (i, tile) in tile.iter_mut().enumerate() {
+                let rest = shared.end.max(task.keys[i / group].start)..task.keys[i / group].end;
+                if !rest.is_empty() {
+                    tile_f32(level, panel(&rest), &[weights(i, rest.clone())], std::slice::from_mut(tile));
+                }
+                if totals[i] > 0.0 || totals[i].is_nan() {
+                    let (row, column) = place(i);
+                    let width = PANEL.min(head_dim - part * PANEL);
+                    let at = row * heads * head_dim + column + part * PANEL;
+                    // SAFETY: the place is inside the row, and this task alone has this row and head.
+                    unsafe { out.store(at, tile[..width].iter().map(|y| y / totals[i])) };
+                }
             }
         }
     }
+}
+
+/// Keys that all rows begin with; empty when they begin at different ones.
+fn shared_keys(keys: &[Range<usize>]) -> Range<usize> {
+    let start = keys[0].start;
+    let end = keys.iter().map(|keys| keys.end).min().unwrap_or(start);
+    if keys.iter().all(|keys| keys.start == start) && end > start { start..end } else { 0..0 }
 }
 
 impl CustomOp3 for RaggedAttention {
@@ -202,46 +352,31 @@ impl CustomOp3 for RaggedAttention {
         v: &CpuStorage,
         vl: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
-        let HeadLayout { heads, kv_heads, head_dim } = self.heads;
+        let HeadLayout { heads, head_dim, .. } = self.heads;
         let q = Rows::new(self.name(), q, ql)?;
-        let (k, v) = (Rows::new(self.name(), k, kl)?, Rows::new(self.name(), v, vl)?);
         let rows: usize = self.segments.iter().map(|s| s.len).sum();
-        if q.count != rows || q.cols != heads * head_dim || v.cols != kv_heads * head_dim || k.cols != self.capacity {
+        if q.count != rows || q.cols != heads * head_dim || !kl.is_contiguous() || !vl.is_contiguous() {
             bail!(
-                "attention of {rows} rows, {heads} heads, {kv_heads} key/value heads of {head_dim} got q {:?}, k {:?}, v {:?}",
+                "attention of {rows} rows, {:?} got q {:?}, k {:?}, v {:?}",
+                self.heads,
                 ql.dims(),
                 kl.dims(),
                 vl.dims()
             );
         }
-        let mut places = Vec::with_capacity(rows);
-        let mut work = 0;
-        for segment in self.segments.iter() {
-            if segment.start + segment.len > self.capacity
-                || (segment.slot + 1) * self.capacity > v.count
-                || (segment.slot + 1) * v.cols > k.count
-            {
-                bail!("segment {segment:?} lies outside caches of {} rows, capacity {}", v.count, self.capacity);
-            }
-            for row in 0..segment.len {
-                let keys = self.keys_of_row(segment, row);
-                work += keys.len() * heads * head_dim;
-                places.push((segment.slot, keys));
-            }
-        }
-        let width = self.heads.group() * head_dim;
+        self.check_segments(kl.shape().elem_count(), Side::Keys)?;
+        self.check_segments(vl.shape().elem_count(), Side::Values)?;
+        let (k, v) = (&k.as_slice::<f32>()?[kl.start_offset()..], &v.as_slice::<f32>()?[vl.start_offset()..]);
         let mut y = vec![0f32; rows * heads * head_dim];
-        threads::for_each_chunk(&mut y, width, work >= 1 << 15, |task, y| {
-            let (row, kv_head) = (task / kv_heads, task % kv_heads);
-            let (slot, keys) = places[row].clone();
-            if keys.is_empty() {
-                return;
-            }
-            let mut scores = vec![0f32; keys.len() * self.heads.group()];
-            let column = kv_head * head_dim;
-            let (k_row, v_row) = (slot * v.cols + column, slot * self.capacity);
-            attend(q.part(row, kv_head * width, width), k, k_row, v, v_row, keys, column, self.heads, &mut scores, y);
-        });
+        let out = Out(y.as_mut_ptr());
+        let tasks = self.tasks();
+        let run = |task: &Task| SCRATCH.with_borrow_mut(|scratch| self.run(task, q, k, v, scratch, &out));
+        let work: usize = tasks.iter().flat_map(|task| &task.keys).map(Range::len).sum::<usize>() * head_dim;
+        if work * self.heads.group() < 1 << 15 {
+            tasks.iter().for_each(run);
+        } else {
+            threads::run(tasks.len(), |i| run(&tasks[i]));
+        }
         Ok((CpuStorage::F32(y), Shape::from((rows, heads * head_dim))))
     }
 

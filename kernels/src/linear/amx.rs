@@ -4,9 +4,9 @@
 
 use std::arch::asm;
 use std::arch::x86_64::{
-    __cpuid_count, _MM_HINT_T0, _mm_prefetch, _mm256_loadu_si256, _mm512_add_epi32, _mm512_cvtepi16_epi32,
-    _mm512_cvtepi32_ps, _mm512_fmadd_ps, _mm512_load_si512, _mm512_loadu_ps, _mm512_mullo_epi32, _mm512_set1_epi32,
-    _mm512_setzero_ps, _mm512_slli_epi32, _mm512_storeu_ps, _mm512_sub_epi32,
+    __cpuid_count, __m512, __m512i, _MM_HINT_T0, _mm_prefetch, _mm256_loadu_si256, _mm512_add_epi32,
+    _mm512_cvtepi16_epi32, _mm512_cvtepi32_ps, _mm512_fmadd_ps, _mm512_load_si512, _mm512_loadu_ps, _mm512_mullo_epi32,
+    _mm512_set1_epi32, _mm512_setzero_ps, _mm512_slli_epi32, _mm512_storeu_ps, _mm512_sub_epi32,
 };
 use std::sync::OnceLock;
 
@@ -41,7 +41,7 @@ fn permitted() -> bool {
     false
 }
 
-/// Tile registers as this thread's kernels use them: eight tiles of 16 rows × 64 bytes.
+/// Tile registers as this thread's kernels use them.
 pub(super) struct Tiles(());
 
 #[repr(C, align(64))]
@@ -54,16 +54,19 @@ struct TileConfig {
 }
 
 impl Tiles {
-    /// Sets the registers up for this thread; released when dropped.
+    /// Sets this thread's registers up for batches of `rows`; released when dropped.
+    ///
+    /// Tiles 0–3 hold sums, 4 and 5 activations (a high and a low half for each row), 6 and 7 weights.
     ///
     /// # Safety
     /// [`usable`] has returned true.
-    pub(super) unsafe fn configure() -> Self {
+    pub(super) unsafe fn configure(rows: usize) -> Self {
         let mut config =
             TileConfig { palette: 1, start_row: 0, reserved: [0; 14], bytes_per_row: [0; 16], rows: [0; 16] };
         config.bytes_per_row[..8].fill(64);
-        config.rows[..8].fill(16);
-        // SAFETY: the unit is usable, and the configuration is one that every palette 1 allows.
+        config.rows[..6].fill((2 * rows).min(16) as u8);
+        config.rows[6..8].fill(16);
+        // SAFETY: the unit is usable, and the configuration is one that palette 1 allows.
         unsafe { asm!("ldtilecfg [{}]", in(reg) &raw const config, options(nostack, readonly)) };
         Self(())
     }
@@ -76,47 +79,27 @@ impl Drop for Tiles {
     }
 }
 
-/// Integer sums of 16 rows × 32 outputs, of high and of low bytes.
+/// Integer sums of 16 rows × 32 outputs: of high bytes, then of low bytes, row by row.
 #[repr(C, align(64))]
-struct Sums {
-    high: [[i32; PANEL]; AMX_ROWS],
-    low: [[i32; PANEL]; AMX_ROWS],
-}
+struct Sums([[[i32; PANEL]; 2]; AMX_ROWS]);
 
 /// Outputs of one panel for up to 16 rows.
 ///
 /// # Safety
-/// [`usable`] has returned true and this thread holds [`Tiles`].
+/// [`usable`] has returned true and this thread holds [`Tiles`] for a batch of at least as many rows.
 #[target_feature(enable = "avx512f,avx512bw")]
 pub(super) unsafe fn tile(panel: Panel<'_>, x: TileRows<'_>, tile: &mut [[f32; PANEL]]) {
     let (depth, count) = (x.depth, x.scales.len());
     assert!(count <= AMX_ROWS && tile.len() >= count && x.values.len() >= AMX_ROWS * 2 * depth);
     assert!(panel.weights.len() == depth * PANEL && panel.scales.len() * GROUP == panel.weights.len());
     assert!(panel.sums.len() == panel.scales.len());
-    let mut sums = Sums { high: [[0; PANEL]; AMX_ROWS], low: [[0; PANEL]; AMX_ROWS] };
     let tile = &mut tile[..count];
-    for g in 0..depth / GROUP {
-        // SAFETY: the assertions above keep every address inside its slice; prefetches may point past them.
-        unsafe {
-            let weights = panel.weights.as_ptr().add(g * GROUP_BYTES);
-            for line in 0..GROUP_BYTES / 64 {
-                _mm_prefetch::<_MM_HINT_T0>(weights.wrapping_add(AHEAD * GROUP_BYTES + line * 64));
-            }
-            multiply(weights, x.values.as_ptr().add(g * GROUP), depth, &mut sums);
-            for half in [0, 16] {
-                let at = g * PANEL + half;
-                let scale = _mm512_loadu_ps(panel.scales.as_ptr().add(at));
-                let surplus = _mm512_cvtepi16_epi32(_mm256_loadu_si256(panel.sums.as_ptr().add(at).cast()));
-                let surplus = _mm512_mullo_epi32(surplus, _mm512_set1_epi32(SHIFT));
-                for (r, out) in tile.iter_mut().enumerate() {
-                    let high = _mm512_load_si512(sums.high.get_unchecked(r).as_ptr().add(half).cast());
-                    let low = _mm512_load_si512(sums.low.get_unchecked(r).as_ptr().add(half).cast());
-                    let sum = _mm512_sub_epi32(_mm512_add_epi32(_mm512_slli_epi32::<8>(high), low), surplus);
-                    let out = out.as_mut_ptr().add(half);
-                    let before = if g == 0 { _mm512_setzero_ps() } else { _mm512_loadu_ps(out) };
-                    _mm512_storeu_ps(out, _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), scale, before));
-                }
-            }
+    // SAFETY: promised by the caller; the lengths are checked above.
+    unsafe {
+        match count {
+            1..=4 => few_rows::<4>(panel, x, tile),
+            5..=8 => few_rows::<8>(panel, x, tile),
+            _ => many_rows(panel, x, tile),
         }
     }
     for (out, &scale) in tile.iter_mut().zip(x.scales) {
@@ -126,38 +109,134 @@ pub(super) unsafe fn tile(panel: Panel<'_>, x: TileRows<'_>, tile: &mut [[f32; P
     }
 }
 
-/// One group: 16 rows of high and of low bytes, `2·depth` bytes from row to row, times 64 × 32 weights.
+/// A group's integer sums of one row and 16 outputs, in f32.
 ///
 /// # Safety
-/// The rows and the weights can be read, and this thread holds [`Tiles`].
-unsafe fn multiply(weights: *const i8, x: *const u8, depth: usize, sums: &mut Sums) {
-    // SAFETY: promised by the caller; each half of the sums holds 16 rows of 128 bytes.
+/// `half` is 0 or 16.
+#[target_feature(enable = "avx512f")]
+unsafe fn combine(sums: &[[i32; PANEL]; 2], half: usize, surplus: __m512i) -> __m512 {
+    // SAFETY: both rows hold 32 sums, on a cache line.
+    let [high, low] = sums.each_ref().map(|sums| unsafe { _mm512_load_si512(sums.as_ptr().add(half).cast()) });
+    _mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_add_epi32(_mm512_slli_epi32::<8>(high), low), surplus))
+}
+
+/// Scale and surplus of 16 outputs in group `g`.
+///
+/// # Safety
+/// The panel has the group; `half` is 0 or 16.
+#[target_feature(enable = "avx512f,avx512bw")]
+unsafe fn scale_and_surplus(panel: Panel<'_>, g: usize, half: usize) -> (__m512, __m512i) {
+    let at = g * PANEL + half;
+    // SAFETY: promised by the caller.
     unsafe {
-        asm!(
-            "tilezero tmm0",
-            "tilezero tmm1",
-            "tilezero tmm2",
-            "tilezero tmm3",
-            "tileloadd tmm6, [{w} + {stride}*1]",
-            "tileloadd tmm4, [{x} + {row}*2]",
-            "tdpbusd tmm0, tmm4, tmm6",
-            "tileloadd tmm7, [{w} + {stride}*1 + 64]",
-            "tdpbusd tmm1, tmm4, tmm7",
-            "tileloadd tmm5, [{y} + {row}*2]",
-            "tdpbusd tmm2, tmm5, tmm6",
-            "tdpbusd tmm3, tmm5, tmm7",
-            "tilestored [{high} + {stride}*1], tmm0",
-            "tilestored [{high} + {stride}*1 + 64], tmm1",
-            "tilestored [{low} + {stride}*1], tmm2",
-            "tilestored [{low} + {stride}*1 + 64], tmm3",
-            w = in(reg) weights,
-            x = in(reg) x,
-            y = in(reg) x.add(depth),
-            row = in(reg) depth,
-            stride = in(reg) 4 * PANEL,
-            high = in(reg) sums.high.as_mut_ptr(),
-            low = in(reg) sums.low.as_mut_ptr(),
-            options(nostack),
-        );
+        let sums = _mm512_cvtepi16_epi32(_mm256_loadu_si256(panel.sums.as_ptr().add(at).cast()));
+        (_mm512_loadu_ps(panel.scales.as_ptr().add(at)), _mm512_mullo_epi32(sums, _mm512_set1_epi32(SHIFT)))
+    }
+}
+
+/// Up to `R` ≤ 8 rows: one tile of activations, outputs in registers.
+///
+/// # Safety
+/// See [`tile`]; the lengths are checked there.
+#[target_feature(enable = "avx512f,avx512bw")]
+unsafe fn few_rows<const R: usize>(panel: Panel<'_>, x: TileRows<'_>, tile: &mut [[f32; PANEL]]) {
+    let mut sums = Sums([[[0; PANEL]; 2]; AMX_ROWS]);
+    let mut out = [[_mm512_setzero_ps(); 2]; R];
+    for g in 0..x.depth / GROUP {
+        // SAFETY: promised by the caller; prefetches may point past the weights.
+        unsafe {
+            let weights = panel.weights.as_ptr().add(g * GROUP_BYTES);
+            prefetch(weights);
+            asm!(
+                "tilezero tmm0",
+                "tilezero tmm1",
+                "tileloadd tmm4, [{x} + {depth}*1]",
+                "tileloadd tmm6, [{w} + {stride}*1]",
+                "tdpbusd tmm0, tmm4, tmm6",
+                "tileloadd tmm7, [{w} + {stride}*1 + 64]",
+                "tdpbusd tmm1, tmm4, tmm7",
+                "tilestored [{sums} + {stride}*1], tmm0",
+                "tilestored [{sums} + {stride}*1 + 64], tmm1",
+                w = in(reg) weights,
+                x = in(reg) x.values.as_ptr().add(g * GROUP),
+                depth = in(reg) x.depth,
+                stride = in(reg) 4 * PANEL,
+                sums = in(reg) sums.0.as_mut_ptr(),
+                options(nostack),
+            );
+            for half in 0..2 {
+                let (scale, surplus) = scale_and_surplus(panel, g, half * 16);
+                for r in 0..R {
+                    out[r][half] = _mm512_fmadd_ps(combine(&sums.0[r], half * 16, surplus), scale, out[r][half]);
+                }
+            }
+        }
+    }
+    for (row, out) in tile.iter_mut().zip(out) {
+        // SAFETY: a tile row holds 32 values.
+        unsafe {
+            _mm512_storeu_ps(row.as_mut_ptr(), out[0]);
+            _mm512_storeu_ps(row.as_mut_ptr().add(16), out[1]);
+        }
+    }
+}
+
+/// Up to 16 rows: two tiles of activations, outputs in memory.
+///
+/// # Safety
+/// See [`tile`]; the lengths are checked there.
+#[target_feature(enable = "avx512f,avx512bw")]
+unsafe fn many_rows(panel: Panel<'_>, x: TileRows<'_>, tile: &mut [[f32; PANEL]]) {
+    let mut sums = Sums([[[0; PANEL]; 2]; AMX_ROWS]);
+    tile.fill([0.0; PANEL]);
+    for g in 0..x.depth / GROUP {
+        // SAFETY: promised by the caller; prefetches may point past the weights.
+        unsafe {
+            let weights = panel.weights.as_ptr().add(g * GROUP_BYTES);
+            let values = x.values.as_ptr().add(g * GROUP);
+            prefetch(weights);
+            asm!(
+                "tilezero tmm0",
+                "tilezero tmm1",
+                "tilezero tmm2",
+                "tilezero tmm3",
+                "tileloadd tmm6, [{w} + {stride}*1]",
+                "tileloadd tmm4, [{x} + {depth}*1]",
+                "tdpbusd tmm0, tmm4, tmm6",
+                "tileloadd tmm7, [{w} + {stride}*1 + 64]",
+                "tdpbusd tmm1, tmm4, tmm7",
+                "tileloadd tmm5, [{y} + {depth}*1]",
+                "tdpbusd tmm2, tmm5, tmm6",
+                "tdpbusd tmm3, tmm5, tmm7",
+                "tilestored [{sums} + {stride}*1], tmm0",
+                "tilestored [{sums} + {stride}*1 + 64], tmm1",
+                "tilestored [{more} + {stride}*1], tmm2",
+                "tilestored [{more} + {stride}*1 + 64], tmm3",
+                w = in(reg) weights,
+                x = in(reg) values,
+                y = in(reg) values.add(AMX_ROWS * x.depth),
+                depth = in(reg) x.depth,
+                stride = in(reg) 4 * PANEL,
+                sums = in(reg) sums.0.as_mut_ptr(),
+                more = in(reg) sums.0.as_mut_ptr().add(AMX_ROWS / 2),
+                options(nostack),
+            );
+            for half in [0, 16] {
+                let (scale, surplus) = scale_and_surplus(panel, g, half);
+                for (out, sums) in tile.iter_mut().zip(&sums.0) {
+                    let out = out.as_mut_ptr().add(half);
+                    _mm512_storeu_ps(out, _mm512_fmadd_ps(combine(sums, half, surplus), scale, _mm512_loadu_ps(out)));
+                }
+            }
+        }
+    }
+}
+
+/// Fetches the weights of a group a few groups ahead.
+#[inline]
+fn prefetch(weights: *const i8) {
+    for line in 0..GROUP_BYTES / 64 {
+        // SAFETY: a prefetch does not fault.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(weights.wrapping_add(AHEAD * GROUP_BYTES + line * 64)) };
     }
 }

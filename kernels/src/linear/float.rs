@@ -1,15 +1,16 @@
 //! Register tiles over panels of f32 and of bf16 weights.
 //!
 //! A tile of up to 12 rows × 32 outputs stays in registers while k is walked once, so each weight is loaded once per tile
-//! and serves all its rows. Every output is one chain of fused multiply-adds over k = 0, 1, 2, … (a multiply and an add on
-//! processors without FMA).
+//! and serves all its rows. Every output starts at what the tile holds and is one chain of fused multiply-adds over
+//! k = 0, 1, 2, … (a multiply and an add on processors without FMA). Linear layers and attention both run on these.
 
 use half::bf16;
 
 use super::packed::PANEL;
 use crate::simd::Level;
 
-pub(super) fn tile_f32(level: Level, panel: &[f32], a: &[&[f32]], tile: &mut [[f32; PANEL]]) {
+/// `tile[r] += a[r] · panel` for any number of rows; `panel` is `[k][32]`.
+pub(crate) fn tile_f32(level: Level, panel: &[f32], a: &[&[f32]], tile: &mut [[f32; PANEL]]) {
     match level {
         #[cfg(target_arch = "x86_64")]
         // SAFETY: `level` says that the processor has these features; every row of `a` is as long as the panel is deep.
@@ -21,6 +22,7 @@ pub(super) fn tile_f32(level: Level, panel: &[f32], a: &[&[f32]], tile: &mut [[f
     }
 }
 
+/// As [`tile_f32`], over weights in bf16.
 pub(super) fn tile_bf16(level: Level, panel: &[bf16], a: &[&[f32]], tile: &mut [[f32; PANEL]]) {
     match level {
         #[cfg(target_arch = "x86_64")]
@@ -35,7 +37,6 @@ pub(super) fn tile_bf16(level: Level, panel: &[bf16], a: &[&[f32]], tile: &mut [
 
 fn tile_portable<W>(panel: &[W], widen: impl Fn(&W) -> f32, a: &[&[f32]], tile: &mut [[f32; PANEL]]) {
     for (row, sums) in a.iter().zip(tile.iter_mut()) {
-        sums.fill(0.0);
         for (&x, weights) in row.iter().zip(panel.chunks_exact(PANEL)) {
             for (sum, weight) in sums.iter_mut().zip(weights) {
                 *sum += x * widen(weight);
@@ -94,6 +95,10 @@ mod x86 {
                     *pointer = row.as_ptr();
                 }
                 let mut sums = [[_mm512_setzero_ps(); 2]; R];
+                for (out, sum) in tile.iter().zip(&mut sums) {
+                    // SAFETY: a tile row holds 32 values.
+                    unsafe { *sum = [_mm512_loadu_ps(out.as_ptr()), _mm512_loadu_ps(out.as_ptr().add(16))] };
+                }
                 let mut weights = panel.as_ptr();
                 for k in 0..depth {
                     // SAFETY: k < depth, which is the length of each row and the number of 32-weight steps in the panel.
@@ -133,6 +138,11 @@ mod x86 {
                 let depth = panel.len() / PANEL;
                 for half in [0, PANEL / 2] {
                     let mut sums = [[_mm256_setzero_ps(); 2]; R];
+                    for (out, sum) in tile.iter().zip(&mut sums) {
+                        let out = out.as_ptr();
+                        // SAFETY: a tile row holds 32 values, `half` is 0 or 16.
+                        unsafe { *sum = [_mm256_loadu_ps(out.add(half)), _mm256_loadu_ps(out.add(half + 8))] };
+                    }
                     for k in 0..depth {
                         // SAFETY: k < depth, which is the length of each row and the number of 32-weight steps in the panel.
                         unsafe {

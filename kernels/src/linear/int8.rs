@@ -10,6 +10,8 @@
 //! the AMX tile unit read. These multiply unsigned by signed bytes, so there an activation is q + 32896 = 256·high + low,
 //! in two bytes with a sum each; the surplus 32896·Σ q_w is known from the packed weights.
 
+use rayon::prelude::*;
+
 use super::aligned::Aligned;
 use super::packed::PANEL;
 use crate::multiversion;
@@ -125,6 +127,11 @@ impl Int8Rows {
         self.amx
     }
 
+    /// Number of rows.
+    pub(super) fn count(&self) -> usize {
+        self.scales.len()
+    }
+
     /// Rows that the kernels take at a time.
     pub(super) fn tile_rows(&self) -> usize {
         if self.amx { AMX_ROWS } else { VNNI_ROWS }
@@ -133,25 +140,30 @@ impl Int8Rows {
 
 impl Int8Panels {
     /// Quantises and packs; `row(output)` gives an output's weights.
-    pub(super) fn pack<'a>(inputs: usize, outputs: usize, row: impl Fn(usize) -> &'a [f32]) -> Self {
+    pub(super) fn pack<'a>(inputs: usize, outputs: usize, row: impl Fn(usize) -> &'a [f32] + Sync) -> Self {
         let groups = inputs.div_ceil(GROUP);
         let panels = outputs.div_ceil(PANEL);
         let mut weights = Aligned::<i8>::zeros(panels * groups * GROUP_BYTES);
         let mut scales = Aligned::<f32>::zeros(panels * groups * PANEL);
         let mut sums = Aligned::<i16>::zeros(panels * groups * PANEL);
-        for output in 0..outputs {
-            let (panel, lane) = (output / PANEL, output % PANEL);
-            for (g, part) in row(output).chunks(GROUP).enumerate() {
-                let scale = part.iter().fold(0f32, |a, w| a.max(w.abs())) / 127.0;
-                let at = panel * groups + g;
-                scales[at * PANEL + lane] = scale;
-                for (k, w) in part.iter().enumerate() {
-                    let q = if scale > 0.0 { (w / scale).round_ties_even() as i8 } else { 0 };
-                    sums[at * PANEL + lane] += i16::from(q);
-                    weights[at * GROUP_BYTES + k / 4 * 4 * PANEL + lane * 4 + k % 4] = q;
+        let parts = weights
+            .par_chunks_mut(groups * GROUP_BYTES)
+            .zip(scales.par_chunks_mut(groups * PANEL))
+            .zip(sums.par_chunks_mut(groups * PANEL));
+        parts.enumerate().for_each(|(panel, ((weights, scales), sums))| {
+            for lane in 0..PANEL.min(outputs - panel * PANEL) {
+                for (g, part) in row(panel * PANEL + lane).chunks(GROUP).enumerate() {
+                    let largest = magnitude(part);
+                    let inverse = if largest > 0.0 { 127.0 / largest } else { 0.0 };
+                    scales[g * PANEL + lane] = largest / 127.0;
+                    for (k, &w) in part.iter().enumerate() {
+                        let q = rounded(w, inverse) as i8;
+                        sums[g * PANEL + lane] += i16::from(q);
+                        weights[g * GROUP_BYTES + k / 4 * 4 * PANEL + lane * 4 + k % 4] = q;
+                    }
                 }
             }
-        }
+        });
         Self { weights, scales, sums, groups, level: IntLevel::detect() }
     }
 

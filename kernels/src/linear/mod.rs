@@ -20,6 +20,8 @@ use std::sync::Arc;
 use candle_core::CudaStorage;
 use candle_core::{CpuStorage, CustomOp1, CustomOp2, DType, Layout, Result, Shape, Tensor, bail};
 
+pub(crate) use float::tile_f32;
+pub(crate) use packed::PANEL;
 pub use packed::{Packed, Precision};
 
 use crate::rows::Rows;

@@ -16,7 +16,7 @@ use crate::simd::{Level, level};
 use crate::threads;
 
 /// Outputs per panel.
-pub(super) const PANEL: usize = 32;
+pub(crate) const PANEL: usize = 32;
 /// Rows per register tile (AVX-512: 12 × 2 accumulators of 16 lanes).
 pub(super) const TILE_ROWS: usize = 12;
 /// Rows that any kernel takes at a time.
@@ -173,6 +173,7 @@ impl Packed {
         let mut row = first;
         while row < last {
             let rows = kernel.tile_rows().min(last - row);
+            tile[..rows].fill([0.0; PANEL]);
             match kernel {
                 Kernel::F32 { data, x } => {
                     tile_f32(self.level, &data[span.clone()], &tile_slices(x, row, rows)[..rows], &mut tile)
@@ -217,7 +218,7 @@ impl Kernel<'_> {
         match self {
             Self::Int8 { rows, .. } if rows.amx() => {
                 // SAFETY: rows are meant for the unit only where it is usable.
-                Some(unsafe { super::amx::Tiles::configure() })
+                Some(unsafe { super::amx::Tiles::configure(rows.count()) })
             }
             _ => None,
         }

@@ -1,9 +1,7 @@
 //! A drafter at inference: keys and values of the committed context cached per slot, blocks drafted for many at once.
 
-use std::sync::Arc;
-
 use candle_core::Tensor;
-use deepspec_kernels::attention::ragged::{RaggedAttention, Segment, Visibility, store_keys, store_values};
+use deepspec_kernels::attention::ragged::{RaggedAttention, Segment, Visibility};
 use deepspec_kernels::rms_norm;
 
 use super::DSpark;
@@ -19,6 +17,16 @@ impl DSpark {
     pub fn new_context(&self, slots: usize, capacity: usize) -> Result<KvCache> {
         let heads = head_layout(&self.config.body);
         KvCache::new(self.layers.len(), slots, capacity, heads, self.embed_tokens.device())
+    }
+
+    fn attention(&self, cache: &KvCache, segments: Vec<Segment>) -> RaggedAttention {
+        RaggedAttention {
+            segments: segments.into(),
+            capacity: cache.capacity(),
+            heads: head_layout(&self.config.body),
+            visibility: Visibility::WholeSegment,
+            window: self.config.sliding_window,
+        }
     }
 
     /// Appends features of committed positions to the context of their slots.
@@ -37,11 +45,10 @@ impl DSpark {
         let positions: Vec<usize> = segments.iter().flat_map(|s| s.start..s.start + s.len).collect();
         let angles = self.rope.at(&positions);
         let context = self.context_rows(features)?;
-        let segments: Arc<[Segment]> = segments.into();
+        let attention = self.attention(cache, segments);
         for (i, layer) in self.layers.iter().enumerate() {
             let (k, v) = layer.context_keys_values(&context, &angles)?;
-            store_keys(&cache.keys[i], &k, &segments)?;
-            store_values(&cache.values[i], &v, &segments, cache.capacity())?;
+            attention.store(&k, &v, &cache.keys[i], &cache.values[i])?;
         }
         for &(slot, len) in commits {
             cache.advance(slot, len);
@@ -67,18 +74,11 @@ impl DSpark {
         }
         let positions: Vec<usize> = segments.iter().flat_map(|s| s.start..s.start + s.len).collect();
         let angles = self.rope.at(&positions);
-        let attention = RaggedAttention {
-            segments: segments.into(),
-            capacity: cache.capacity(),
-            heads: head_layout(&self.config.body),
-            visibility: Visibility::WholeSegment,
-            window: self.config.sliding_window,
-        };
+        let attention = self.attention(cache, segments);
         let mut x = self.block_inputs(anchors.iter().map(|&(_, token)| Some(token)), size)?;
         for (i, layer) in self.layers.iter().enumerate() {
             let block = layer.project(&x, &angles)?;
-            store_keys(&cache.keys[i], &block.k, &attention.segments)?;
-            store_values(&cache.values[i], &block.v, &attention.segments, attention.capacity)?;
+            attention.store(&block.k, &block.v, &cache.keys[i], &cache.values[i])?;
             x = layer.finish(&x, &attention.forward(&block.q, &cache.keys[i], &cache.values[i])?)?;
         }
         Ok(rms_norm(&x, &self.norm, self.config.body.rms_norm_eps)?)

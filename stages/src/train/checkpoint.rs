@@ -11,7 +11,6 @@ use deepspec_models::config::DraftConfig;
 use deepspec_models::draft::{DraftVocabulary, Parameters, trainable_shapes};
 use deepspec_models::loss::dspark::LossHead;
 use deepspec_models::optimizer::Optimizer;
-use deepspec_models::target::TargetEnds;
 use deepspec_models::weights::Weights;
 use serde::Deserialize;
 use serde_json::json;
@@ -130,9 +129,9 @@ impl Checkpoints {
 ///
 /// # Errors
 /// When a tensor cannot be made.
-pub fn frozen(ends: &TargetEnds, head: &LossHead) -> Result<Vec<(String, Tensor)>> {
+pub fn frozen(embed_tokens: &Tensor, head: &LossHead) -> Result<Vec<(String, Tensor)>> {
     let mut tensors = vec![
-        ("embed_tokens.weight".to_owned(), ends.embed_tokens.clone()),
+        ("embed_tokens.weight".to_owned(), embed_tokens.clone()),
         ("lm_head.weight".to_owned(), head.weight().clone()),
     ];
     if let Some(vocabulary) = head.vocabulary() {

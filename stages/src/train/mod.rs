@@ -1,4 +1,4 @@
-//! Training of a drafter on a target cache: [`run`] reads top to bottom as the list of its steps.
+//! Training of a drafter on a target cache: [`Training`] reads top to bottom as the list of its steps.
 //!
 //! A run can be killed at any moment and goes on from its last checkpoint exactly: order of samples, anchors and weights
 //! are functions of (seed, step), and a checkpoint holds weights, moments and the step.
@@ -15,13 +15,12 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
 
-use candle_core::DType;
+use candle_core::{DType, Tensor};
 use deepspec_datasets::target_cache::{Expected, Reader};
 use deepspec_models::draft::{DSpark, DraftVocabulary, ParameterSource, Parameters, initialise};
 use deepspec_models::linear::{Linear, Packed, Precision as Packing};
 use deepspec_models::loss::dspark::LossHead;
 use deepspec_models::optimizer::{AdamWConfig, Optimizer, Schedule};
-use deepspec_models::target::TargetEnds;
 use deepspec_models::weights::Weights;
 
 use crate::drafter::{describe, draft_config};
@@ -57,128 +56,169 @@ pub struct TrainOutcome {
 /// Trains the drafter of a recipe on the run's cache, or goes on doing so.
 ///
 /// # Errors
-/// The cache is missing or belongs to another target or recipe; a checkpoint is damaged; the loss is not finite; the disk
-/// refuses; [`Error::Interrupted`] after a checkpoint when the user asks to stop.
+/// As [`Training::set_up`] and [`Training::run`].
 pub fn run(recipe: &Recipe, run: &RunDir, model: &TargetModel, ctx: Context<'_>) -> Result<TrainOutcome> {
-    ctx.reporter.event(Event::Stage("train"));
-    let config = draft_config(recipe, model.target.config())?;
-    let cache = Reader::open(&run.cache())?;
-    cache.expect_matches(&Expected {
-        target: &model.name,
-        target_fingerprint: &model.fingerprint,
-        layer_ids: &config.target_layer_ids,
-        hidden_size: config.body.hidden_size,
-        tokenizer_hash: model.text.tokenizer().hash(),
-    })?;
-    if let Some(prepared) = cache.meta().mask_token_id.filter(|&id| id != config.mask_token_id) {
-        return Err(Error::Mismatch {
-            what: "mask_token_id".into(),
-            left: format!("{prepared} in the cache"),
-            right: format!("{} in the recipe", config.mask_token_id),
-            hint: Some("prepare the cache again, in another run folder".into()),
-        });
-    }
-    let batches = Batches::new(&cache, &recipe.train)?;
-    if batches.without_anchors > 0 {
-        ctx.warn(format!(
-            "{} samples have no two supervised tokens in a row and are not used",
-            batches.without_anchors
-        ));
-    }
-    let (vocabulary, coverage) = vocabulary::build(&config, model.target.config(), &cache)?.unzip();
-    if let Some(coverage) = &coverage {
-        ctx.note(format!("draft vocabulary: {coverage}"));
-    }
-    let ends = TargetEnds::load(model.target.config(), &model.weights()?)?;
-    let head = loss_head(&ends, recipe, model, vocabulary)?;
-    let checkpoints = Checkpoints::new(run.checkpoints(), recipe.train.keep_checkpoints);
-    let schedule = Schedule::new(recipe.train.lr, batches.steps, recipe.train.warmup_ratio);
-    let settings = AdamWConfig {
-        beta1: 0.9,
-        beta2: 0.999,
-        eps: 1e-8,
-        weight_decay: recipe.train.weight_decay,
-        max_grad_norm: recipe.train.max_grad_norm,
-    };
-    checkpoints.remove_leftovers()?;
-    let latest = checkpoints.latest()?;
-    let parameters = match &latest {
-        Some(found) => checkpoint::parameters(found, &config, head.vocabulary())?,
-        None => initial_parameters(recipe, &config, &cache, model, &ends, head.vocabulary(), ctx)?,
-    };
-    let mut optimizer = Optimizer::new(settings, &parameters);
-    let pending = match &latest {
-        Some(found) => checkpoint::restore(found, &mut optimizer)?,
-        None => Pending::default(),
-    };
-    let drafter = DSpark::new(config, ends.embed_tokens.clone(), ParameterSource::Trainable(&parameters))?;
-    let resumed_from = optimizer.step_count();
-    ctx.note(describe(drafter.config()));
-    ctx.note(format!(
-        "{} samples, {} tokens; {} steps of {} sequences, {} anchors each; {:.1} M trainable parameters",
-        batches.samples(),
-        cache.manifest().tokens,
-        batches.steps,
-        recipe.train.batch_size,
-        recipe.train.num_anchors,
-        parameters.elements() as f64 / 1e6,
-    ));
-    if resumed_from > 0 {
-        ctx.note(format!("going on from step {resumed_from}"));
-    }
-    let mut log = TrainLog::open(run, resumed_from, pending, batches.steps, drafter.config())?;
-    let started = Instant::now();
-    ctx.reporter.event(Event::Started { task: "train", total: batches.steps, done: resumed_from, unit: "steps" });
-    let frozen = checkpoint::frozen(&ends, &head)?;
-    let save = |step: u64, optimizer: &Optimizer, log: &TrainLog| {
-        checkpoints.save(step, drafter.config(), &parameters, &frozen, optimizer, log.pending())
-    };
-    for step in resumed_from..batches.steps {
-        let begun = Instant::now();
-        let lr = schedule.at(step);
-        let phase = recipe.train.phase_at(step, batches.steps).ok_or_else(|| Error::Recipe {
-            origin: "train.phases".into(),
-            problem: format!("no phase covers step {step} of {}", batches.steps),
+    Training::set_up(recipe, run, model, ctx)?.run(ctx)
+}
+
+/// A training run before its first step. It needs the target no more, so whoever trains alone can free that first.
+pub struct Training<'a> {
+    recipe: &'a Recipe,
+    run: &'a RunDir,
+    cache: Reader,
+    checkpoints: Checkpoints,
+    parameters: Parameters,
+    optimizer: Optimizer,
+    pending: Pending,
+    drafter: DSpark,
+    head: LossHead,
+    frozen: Vec<(String, Tensor)>,
+    coverage: Option<Coverage>,
+}
+
+impl<'a> Training<'a> {
+    /// Checks that everything belongs together, builds the drafter and reads its start or the run's newest checkpoint.
+    ///
+    /// # Errors
+    /// The cache is missing or belongs to another target or recipe; a checkpoint is damaged; the user asks to stop.
+    pub fn set_up(recipe: &'a Recipe, run: &'a RunDir, model: &TargetModel, ctx: Context<'_>) -> Result<Self> {
+        ctx.reporter.event(Event::Stage("train"));
+        let config = draft_config(recipe, model.target.config())?;
+        let cache = Reader::open(&run.cache())?;
+        cache.expect_matches(&Expected {
+            target: &model.name,
+            target_fingerprint: &model.fingerprint,
+            layer_ids: &config.target_layer_ids,
+            hidden_size: config.body.hidden_size,
+            tokenizer_hash: model.text.tokenizer().hash(),
         })?;
-        let weights = step::loss_weights(phase, recipe.train.loss_decay_gamma);
-        let number = step + 1;
-        let is_logged = number % recipe.train.log_every == 0 || number == batches.steps;
-        let batch = batches.at(step)?;
-        let done = step::run(&drafter, &parameters, &head, &weights, &mut optimizer, &batch, lr, is_logged)?;
-        log.count(&done.sums, done.tokens, begun.elapsed());
-        if is_logged {
-            let line = log.write(number, &weights, lr, done.grad_norm)?;
-            ctx.reporter.event(Event::Line(&line));
+        if let Some(prepared) = cache.meta().mask_token_id.filter(|&id| id != config.mask_token_id) {
+            return Err(Error::Mismatch {
+                what: "mask_token_id".into(),
+                left: format!("{prepared} in the cache"),
+                right: format!("{} in the recipe", config.mask_token_id),
+                hint: Some("prepare the cache again, in another run folder".into()),
+            });
         }
-        ctx.reporter.event(Event::Advanced { done: number, detail: "" });
-        let stop = ctx.interrupt.is_set();
-        if number % recipe.train.checkpoint_every == 0 || number == batches.steps || stop {
-            save(number, &optimizer, &log)?;
+        let (vocabulary, coverage) = vocabulary::build(&config, model.target.config(), &cache)?.unzip();
+        if let Some(coverage) = &coverage {
+            ctx.note(format!("draft vocabulary: {coverage}"));
         }
-        if stop && number < batches.steps {
-            return Err(Error::Interrupted { safe: "a checkpoint has been written" });
-        }
+        let embed_tokens = model.target.embed_tokens().to_dtype(DType::F32)?;
+        let lm_head = output_head(model, &embed_tokens)?;
+        let head = loss_head(&lm_head, recipe, model, vocabulary)?;
+        let checkpoints = Checkpoints::new(run.checkpoints(), recipe.train.keep_checkpoints);
+        checkpoints.remove_leftovers()?;
+        let latest = checkpoints.latest()?;
+        let parameters = match &latest {
+            Some(found) => checkpoint::parameters(found, &config, head.vocabulary())?,
+            None => initial_parameters(recipe, &config, &cache, model, &lm_head, head.vocabulary(), ctx)?,
+        };
+        let settings = AdamWConfig {
+            beta1: 0.9,
+            beta2: 0.999,
+            eps: 1e-8,
+            weight_decay: recipe.train.weight_decay,
+            max_grad_norm: recipe.train.max_grad_norm,
+        };
+        let mut optimizer = Optimizer::new(settings, &parameters);
+        let pending = match &latest {
+            Some(found) => checkpoint::restore(found, &mut optimizer)?,
+            None => Pending::default(),
+        };
+        let frozen = checkpoint::frozen(&embed_tokens, &head)?;
+        let drafter = DSpark::new(config, embed_tokens, ParameterSource::Trainable(&parameters))?;
+        Ok(Self { recipe, run, cache, checkpoints, parameters, optimizer, pending, drafter, head, frozen, coverage })
     }
-    ctx.reporter.event(Event::Finished);
-    let checkpoint = match checkpoints.latest()? {
-        Some(found) => found.folder,
-        None => return Err(Error::Engine("training left no checkpoint".into())),
-    };
-    Ok(TrainOutcome {
-        steps: batches.steps,
-        resumed_from,
-        checkpoint,
-        metrics: log.last().to_vec(),
-        seconds: started.elapsed().as_secs_f64(),
-        parameters: parameters.elements(),
-        coverage,
-    })
+
+    /// Trains to the end of the recipe.
+    ///
+    /// # Errors
+    /// The loss is not finite; the disk refuses; [`Error::Interrupted`] after a checkpoint when the user asks to stop.
+    pub fn run(self, ctx: Context<'_>) -> Result<TrainOutcome> {
+        let Self { recipe, drafter, parameters, head, mut optimizer, .. } = self;
+        let batches = Batches::new(&self.cache, &recipe.train)?;
+        if batches.without_anchors > 0 {
+            let count = batches.without_anchors;
+            ctx.warn(format!("{count} samples have no two supervised tokens in a row and are not used"));
+        }
+        let schedule = Schedule::new(recipe.train.lr, batches.steps, recipe.train.warmup_ratio);
+        let resumed_from = optimizer.step_count();
+        ctx.note(describe(drafter.config()));
+        ctx.note(format!(
+            "{} samples, {} tokens; {} steps of {} sequences, {} anchors each; {:.1} M trainable parameters",
+            batches.samples(),
+            self.cache.manifest().tokens,
+            batches.steps,
+            recipe.train.batch_size,
+            recipe.train.num_anchors,
+            parameters.elements() as f64 / 1e6,
+        ));
+        if resumed_from > 0 {
+            ctx.note(format!("going on from step {resumed_from}"));
+        }
+        let mut log = TrainLog::open(self.run, resumed_from, self.pending, batches.steps, drafter.config())?;
+        let started = Instant::now();
+        ctx.reporter.event(Event::Started { task: "train", total: batches.steps, done: resumed_from, unit: "steps" });
+        let save = |step: u64, optimizer: &Optimizer, log: &TrainLog| {
+            self.checkpoints.save(step, drafter.config(), &parameters, &self.frozen, optimizer, log.pending())
+        };
+        for step in resumed_from..batches.steps {
+            let begun = Instant::now();
+            let lr = schedule.at(step);
+            let phase = recipe.train.phase_at(step, batches.steps).ok_or_else(|| Error::Recipe {
+                origin: "train.phases".into(),
+                problem: format!("no phase covers step {step} of {}", batches.steps),
+            })?;
+            let weights = step::loss_weights(phase, recipe.train.loss_decay_gamma);
+            let number = step + 1;
+            let is_logged = number % recipe.train.log_every == 0 || number == batches.steps;
+            let batch = batches.at(step)?;
+            let done = step::run(&drafter, &parameters, &head, &weights, &mut optimizer, &batch, lr, is_logged)?;
+            log.count(&done.sums, done.tokens, begun.elapsed());
+            if is_logged {
+                let line = log.write(number, &weights, lr, done.grad_norm)?;
+                ctx.reporter.event(Event::Line(&line));
+            }
+            ctx.reporter.event(Event::Advanced { done: number, detail: "" });
+            let stop = ctx.interrupt.is_set();
+            if number % recipe.train.checkpoint_every == 0 || number == batches.steps || stop {
+                save(number, &optimizer, &log)?;
+            }
+            if stop && number < batches.steps {
+                return Err(Error::Interrupted { safe: "a checkpoint has been written" });
+            }
+        }
+        ctx.reporter.event(Event::Finished);
+        let checkpoint = match self.checkpoints.latest()? {
+            Some(found) => found.folder,
+            None => return Err(Error::Engine("training left no checkpoint".into())),
+        };
+        Ok(TrainOutcome {
+            steps: batches.steps,
+            resumed_from,
+            checkpoint,
+            metrics: log.last().to_vec(),
+            seconds: started.elapsed().as_secs_f64(),
+            parameters: parameters.elements(),
+            coverage: self.coverage,
+        })
+    }
+}
+
+/// The target's output head `[vocab, hidden]`: its embedding where the two are tied.
+fn output_head(model: &TargetModel, embed_tokens: &Tensor) -> Result<Tensor> {
+    let config = model.target.config();
+    if config.tie_word_embeddings {
+        return Ok(embed_tokens.clone());
+    }
+    Ok(model.weights()?.get("lm_head.weight", &[config.vocab_size, config.hidden_size])?)
 }
 
 /// The target's output head, packed in f32 whatever the target decodes with: gradients want full precision. A target that
 /// decodes with f32 lends its own.
 fn loss_head(
-    ends: &TargetEnds,
+    lm_head: &Tensor,
     recipe: &Recipe,
     model: &TargetModel,
     vocabulary: Option<DraftVocabulary>,
@@ -186,12 +226,12 @@ fn loss_head(
     let packed = match model.target.lm_head() {
         Linear::Frozen { weight } if recipe.target.precision == Precision::F32 => weight.clone(),
         _ => {
-            let (_, inputs) = ends.lm_head.dims2()?;
-            let data: Vec<f32> = ends.lm_head.flatten_all()?.to_vec1()?;
+            let (_, inputs) = lm_head.dims2()?;
+            let data: Vec<f32> = lm_head.flatten_all()?.to_vec1()?;
             Arc::new(Packed::new(&[&data], inputs, None, Packing::F32)?)
         }
     };
-    Ok(LossHead::new(&ends.lm_head, packed, vocabulary)?)
+    Ok(LossHead::new(lm_head, packed, vocabulary)?)
 }
 
 fn initial_parameters(
@@ -199,7 +239,7 @@ fn initial_parameters(
     config: &deepspec_models::config::DraftConfig,
     cache: &Reader,
     model: &TargetModel,
-    ends: &TargetEnds,
+    lm_head: &Tensor,
     vocabulary: Option<&DraftVocabulary>,
     ctx: Context<'_>,
 ) -> Result<Parameters> {
@@ -215,7 +255,7 @@ fn initial_parameters(
     }
     if recipe.init.markov == MarkovInit::Bigram && config.markov_rank > 0 {
         let rows = bigram::rows(cache, model, ctx)?;
-        let (w1, w2) = initialise::bigram_factors(&rows, &ends.lm_head, vocabulary, config.markov_rank)?;
+        let (w1, w2) = initialise::bigram_factors(&rows, lm_head, vocabulary, config.markov_rank)?;
         parameters.insert("markov_head.markov_w1.weight", &w1)?;
         parameters.insert("markov_head.markov_w2.weight", &w2)?;
         ctx.note(format!(
