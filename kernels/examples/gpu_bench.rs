@@ -8,7 +8,7 @@ use candle_core::{DType, Device, Result, Tensor, Var};
 use deepspec_kernels::adamw::{AdamWStep, Moments, adamw};
 use deepspec_kernels::attention::HeadLayout;
 use deepspec_kernels::attention::block::{BlockAttention, BlockSpan};
-use deepspec_kernels::attention::ragged::{RaggedAttention, Segment, Visibility};
+use deepspec_kernels::attention::ragged::{RaggedAttention, Segment, Visibility, cache_shapes};
 use deepspec_kernels::linear::{Linear, Packed, Precision};
 use deepspec_kernels::rope::RopeFrequencies;
 use deepspec_kernels::verify::{DraftBlock, argmax_first, verify_blocks};
@@ -107,7 +107,8 @@ fn main() -> Result<()> {
 
     let heads = HeadLayout { heads: 32, kv_heads: 8, head_dim: 64 };
     let (slots, capacity) = (16, 4096);
-    let (keys, cached) = (random(slots * 512, capacity)?, random(slots * capacity, 512)?);
+    let [keys, cached] = cache_shapes(slots, capacity, heads).map(|(rows, cols)| random(rows, cols));
+    let (keys, cached) = (keys?, cached?);
     for (name, sequences, start, len) in [
         ("decode, 1 sequence", 1, 4000, 1),
         ("decode, 16 sequences", 16, 4000, 1),

@@ -6,8 +6,8 @@ use candle_core::{Device, Result, Tensor};
 use deepspec_kernels::adamw::{AdamWStep, Moments, adamw, square_sum};
 use deepspec_kernels::attention::HeadLayout;
 use deepspec_kernels::attention::block::{BlockAttention, BlockSpan};
-use deepspec_kernels::attention::ragged::{RaggedAttention, Segment, Visibility, store_keys};
-use deepspec_kernels::device::attention::{BlockCall, BlockSequence, RaggedCall};
+use deepspec_kernels::attention::ragged::{RaggedAttention, Segment, Visibility, cache_shapes};
+use deepspec_kernels::device::attention::{BlockCall, BlockSequence, CacheSide, RaggedCall};
 use deepspec_kernels::device::linear::{Stored, Weight};
 use deepspec_kernels::device::vocab_loss::{Heads, LossCall, Row};
 use deepspec_kernels::device::{self, Backend, Matrix, View};
@@ -224,31 +224,31 @@ fn ragged_attention() {
             segments.push(Segment { slot, start: random.size(0, capacity - len), len });
         }
         let rows: usize = segments.iter().map(|s| s.len).sum();
-        let keys = random.values(slots * width * capacity);
-        let (k_cache, v_cache) = (
-            Tensor::from_slice(&keys, (slots * width, capacity), &Device::Cpu).unwrap(),
-            random.values(slots * capacity * width),
-        );
-        let new_keys = random.values(rows * width);
-        store_keys(&k_cache, &tensor(&new_keys, rows), &segments.clone().into()).unwrap();
-        let cache = Simt.upload(&keys).unwrap();
-        let view = Simt::view(&new_keys, width);
-        device::attention::store_keys(&Simt, &view, &segments, Simt.address(&cache), capacity).unwrap();
-        let keys = Simt.download(&cache).unwrap();
-        assert_eq!(keys, values(&k_cache), "stored keys");
-
-        let q: Vec<f32> = random.values(rows * heads.heads * head_dim).iter().map(|v| v * 4.0).collect();
         let causal = case % 4 != 0;
         let window = if case / 2 % 2 == 0 { None } else { Some(random.size(0, 60)) };
         let visibility = if causal { Visibility::Causal } else { Visibility::WholeSegment };
         let op = RaggedAttention { segments: segments.clone().into(), capacity, heads, visibility, window };
-        let v_tensor = Tensor::from_slice(&v_cache, (slots * capacity, width), &Device::Cpu).unwrap();
-        let expected = values(&op.forward(&tensor(&q, rows), &k_cache, &v_tensor).unwrap());
+        // Caches full of what other sequences left, then the new rows.
+        let caches = cache_shapes(slots, capacity, heads).map(|(rows, cols)| tensor(&random.values(rows * cols), rows));
+        let [keys, v_cache] = [0, 1].map(|i| Simt.upload(&values(&caches[i])).unwrap());
+        let [new_keys, new_values] = [(); 2].map(|()| random.values(rows * width));
+        op.store(&tensor(&new_keys, rows), &tensor(&new_values, rows), &caches[0], &caches[1]).unwrap();
+        let call = RaggedCall { segments: &segments, capacity, heads, causal, window };
+        for (side, new, cache) in [(CacheSide::Keys, &new_keys, &keys), (CacheSide::Values, &new_values, &v_cache)] {
+            device::attention::store(&Simt, &call, side, &Simt::view(new, width), Simt.address(cache)).unwrap();
+        }
+        let [keys, v_cache] = [keys, v_cache].map(|cache| Simt.download(&cache).unwrap());
+        assert_eq!(keys, values(&caches[0]), "stored keys");
+        assert_eq!(v_cache, values(&caches[1]), "stored values");
+
+        let q: Vec<f32> = random.values(rows * heads.heads * head_dim).iter().map(|v| v * 4.0).collect();
+        let expected = values(&op.forward(&tensor(&q, rows), &caches[0], &caches[1]).unwrap());
         let run = |q: &[f32], segments: &[Segment]| {
             let call = RaggedCall { segments, capacity, heads, causal, window };
             let [q, k, v] = [q, &keys, &v_cache].map(|data| Simt.upload(data).unwrap());
-            let views = (q.rows(heads.heads * head_dim), k.rows(capacity), v.rows(width));
-            Simt.download(&device::attention::ragged(&Simt, &call, &views.0, &views.1, &views.2).unwrap()).unwrap()
+            let caches = [Simt.address(&k), Simt.address(&v)];
+            let y = device::attention::ragged(&Simt, &call, &q.rows(heads.heads * head_dim), caches).unwrap();
+            Simt.download(&y).unwrap()
         };
         let y = run(&q, &segments);
         assert_close("y", &y, &expected, 1e-4);

@@ -6,7 +6,7 @@ use candle_core::{Device, Result, Tensor, Var};
 use deepspec_kernels::adamw::{AdamWStep, Moments, adamw, square_sum};
 use deepspec_kernels::attention::HeadLayout;
 use deepspec_kernels::attention::block::{BlockAttention, BlockSpan};
-use deepspec_kernels::attention::ragged::{RaggedAttention, Segment, Visibility, store_keys, store_values};
+use deepspec_kernels::attention::ragged::{RaggedAttention, Segment, Visibility, cache_shapes};
 use deepspec_kernels::linear::{INVARIANT_ROWS, Linear, Packed, Precision};
 use deepspec_kernels::rope::RopeFrequencies;
 use deepspec_kernels::verify::{DraftBlock, argmax_first, verify_blocks};
@@ -127,11 +127,11 @@ fn attention_over_caches() {
         let run = |device: &Device, segments: &[Segment], first: usize| {
             let at = |t: Tensor| t.to_device(device).unwrap();
             let rows: usize = segments.iter().map(|s| s.len).sum();
-            let (k_cache, v_cache) = (at(random(1, 3 * width, capacity)), at(random(2, 3 * capacity, width)));
+            let [k_cache, v_cache] =
+                cache_shapes(3, capacity, heads).map(|(rows, cols)| at(random(rows as u64, rows, cols)));
             let part = |seed, cols| at(random(seed, 49, cols).narrow(0, first, rows).unwrap());
-            store_keys(&k_cache, &part(3, width), &segments.into()).unwrap();
-            store_values(&v_cache, &part(4, width), segments, capacity).unwrap();
             let op = RaggedAttention { segments: segments.into(), capacity, heads, visibility, window };
+            op.store(&part(3, width), &part(4, width), &k_cache, &v_cache).unwrap();
             let q = (part(5, 9 * head_dim) * 4.0).unwrap();
             values(&op.forward(&q, &k_cache, &v_cache).unwrap())
         };

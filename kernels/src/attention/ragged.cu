@@ -1,4 +1,4 @@
-// Attention of new rows over key/value caches, and the write into the transposed key cache. See ragged.rs.
+// Attention of new rows over key/value caches in panels of 32, and the write into them. See ragged.rs.
 //
 // A work item is a run of query vectors (row by row, the query heads of one key/value head side by side) of one segment.
 // Keys are cut at multiples of SPLIT; each stretch has its own softmax state and states are joined in order. With many
@@ -16,39 +16,51 @@ struct Item {
     int vector;    // first query vector of the item within the segment
 };
 
-// The caches of one slot and one key/value head: keys [dim, capacity], values [capacity, kv_heads * dim].
+// The caches of one slot and one key/value head: keys [position / 32][dim][32], values [dim / 32][capacity][32].
 struct Caches {
     const float* k;
     const float* v;
-    int capacity, width, dim;
+    int capacity, dim;
 
     template <int DIM>
     __device__ __forceinline__ void keys(float* tile, int at, int count) const {
-        if (capacity % 4 == 0 && reinterpret_cast<unsigned long long>(k) % 16 == 0) {
-            // A lane reads four neighbouring keys of one dimension; at is a multiple of 32.
-            for (int i = threadIdx.x; i < DIM * (KEYS / 4); i += THREADS) {
-                const int d = i / (KEYS / 4), j = i % (KEYS / 4) * 4;
-                float4 v = make_float4(0, 0, 0, 0);
-                if (d < dim && j < count) v = *reinterpret_cast<const float4*>(k + (size_t)d * capacity + at + j);
-                float* to = tile + j * (DIM + 1) + d;
-                to[0] = v.x;
-                to[DIM + 1] = j + 1 < count ? v.y : 0.0f;
-                to[2 * (DIM + 1)] = j + 2 < count ? v.z : 0.0f;
-                to[3 * (DIM + 1)] = j + 3 < count ? v.w : 0.0f;
-            }
-        } else {
-            for (int i = threadIdx.x; i < DIM * KEYS; i += THREADS) {
-                const int d = i / KEYS, j = i % KEYS;
-                tile[j * (DIM + 1) + d] = d < dim && j < count ? k[(size_t)d * capacity + at + j] : 0.0f;
-            }
+        const float* panel = k + (size_t)at * dim;  // at is a multiple of 32
+        for (int i = threadIdx.x; i < DIM * (KEYS / 4); i += THREADS) {
+            const int d = i / (KEYS / 4), j = i % (KEYS / 4) * 4;
+            float4 x = make_float4(0, 0, 0, 0);
+            if (d < dim && j < count) x = *reinterpret_cast<const float4*>(panel + d * KEYS + j);
+            // What lies past the last position is left over from other sequences.
+            float* to = tile + j * (DIM + 1) + d;
+            to[0] = x.x;
+            to[DIM + 1] = j + 1 < count ? x.y : 0.0f;
+            to[2 * (DIM + 1)] = j + 2 < count ? x.z : 0.0f;
+            to[3 * (DIM + 1)] = j + 3 < count ? x.w : 0.0f;
         }
     }
 
     template <int DIM>
     __device__ __forceinline__ void values(float* tile, int at, int count) const {
-        load_rows<DIM>(tile, DIM, count, dim, in_vectors(v, width, dim), [&](int j) { return v + (size_t)(at + j) * width; });
+        for (int i = threadIdx.x; i < KEYS * (DIM / 4); i += THREADS) {
+            // Eight threads read the 128 bytes of one position in a panel.
+            const int part = i / (KEYS * 8), j = i / 8 % KEYS, d = 32 * part + i % 8 * 4;
+            float4 x = make_float4(0, 0, 0, 0);
+            if (d < dim && j < count) x = *reinterpret_cast<const float4*>(v + ((size_t)part * capacity + at + j) * 32 + i % 8 * 4);
+            if (d + 1 >= dim) x.y = 0;
+            if (d + 2 >= dim) x.z = 0;
+            if (d + 3 >= dim) x.w = 0;
+            *reinterpret_cast<float4*>(tile + j * DIM + d) = x;
+        }
     }
 };
+
+// Where the panels of a slot's key/value head begin.
+__device__ __forceinline__ size_t key_panels(int slot, int kv_heads, int kv_head, int capacity, int dim) {
+    return ((size_t)slot * kv_heads + kv_head) * ((capacity + 31) / 32) * dim * 32;
+}
+
+__device__ __forceinline__ size_t value_panels(int slot, int kv_heads, int kv_head, int capacity, int dim) {
+    return ((size_t)slot * kv_heads + kv_head) * ((dim + 31) / 32) * capacity * 32;
+}
 
 // With `parts`, [rows * heads, splits, dim], and `stats`, [rows * heads, splits, 2], block z handles stretch z only and
 // leaves its state there; without (null) the result goes to y.
@@ -60,7 +72,7 @@ __device__ __forceinline__ void ragged_attention(const float* __restrict__ q, in
     using State = Attend<DIM, R>;
     __shared__ typename State::Shared shared;
     const Item item = items[blockIdx.x];
-    const int kv_head = blockIdx.y, heads = kv_heads * group, width = kv_heads * dim;
+    const int kv_head = blockIdx.y, heads = kv_heads * group;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int vectors = item.rows * group;
 
@@ -81,8 +93,8 @@ __device__ __forceinline__ void ragged_attention(const float* __restrict__ q, in
     const int end = causal ? item.start + top / group + 1 : item.start + item.rows;
     const int begin = max(0, (causal ? item.start + item.vector / group + 1 : item.start) - window);
 
-    const Caches caches = {k_cache + ((size_t)item.slot * width + kv_head * dim) * capacity,
-                           v_cache + (size_t)item.slot * capacity * width + kv_head * dim, capacity, width, dim};
+    const Caches caches = {k_cache + key_panels(item.slot, kv_heads, kv_head, capacity, dim),
+                           v_cache + value_panels(item.slot, kv_heads, kv_head, capacity, dim), capacity, dim};
     State state, stretch;
     state.clear();
     const int from = parts ? blockIdx.z : begin / SPLIT;
@@ -148,11 +160,22 @@ ragged_attention_join(const float* __restrict__ parts, const float* __restrict__
     }
 }
 
-// Writes rows of keys into the transposed cache; a block per row. places: slot and position of each row.
+// Writes rows of keys or values into their cache; a block per row. places: slot and position of each row.
 extern "C" __global__ void store_keys(const float* __restrict__ rows, int stride, const int* __restrict__ places, float* __restrict__ cache,
-                                      int width, int capacity) {
+                                      int capacity, int kv_heads, int dim) {
     const int slot = places[2 * blockIdx.x], position = places[2 * blockIdx.x + 1];
-    for (int d = threadIdx.x; d < width; d += blockDim.x) {
-        cache[((size_t)slot * width + d) * capacity + position] = rows[(size_t)blockIdx.x * stride + d];
+    for (int i = threadIdx.x; i < kv_heads * dim; i += blockDim.x) {
+        const size_t panel = key_panels(slot, kv_heads, i / dim, capacity, dim) + (size_t)(position / 32) * dim * 32;
+        cache[panel + i % dim * 32 + position % 32] = rows[(size_t)blockIdx.x * stride + i];
+    }
+}
+
+extern "C" __global__ void store_values(const float* __restrict__ rows, int stride, const int* __restrict__ places, float* __restrict__ cache,
+                                        int capacity, int kv_heads, int dim) {
+    const int slot = places[2 * blockIdx.x], position = places[2 * blockIdx.x + 1];
+    for (int i = threadIdx.x; i < kv_heads * dim; i += blockDim.x) {
+        const int d = i % dim;
+        const size_t panel = value_panels(slot, kv_heads, i / dim, capacity, dim) + (size_t)(d / 32) * capacity * 32;
+        cache[panel + (size_t)position * 32 + d % 32] = rows[(size_t)blockIdx.x * stride + i];
     }
 }

@@ -87,6 +87,13 @@ impl RaggedAttention {
         v_cache.inplace_op2(v, &Store { attention: self, side: Side::Values })
     }
 
+    #[cfg(feature = "cuda")]
+    fn device_call(&self) -> device::RaggedCall<'_> {
+        let causal = self.visibility == Visibility::Causal;
+        let (capacity, heads, window) = (self.capacity, self.heads, self.window);
+        device::RaggedCall { segments: &self.segments, capacity, heads, causal, window }
+    }
+
     fn keys_of_row(&self, segment: &Segment, row: usize) -> Range<usize> {
         match self.visibility {
             Visibility::Causal => {
@@ -191,15 +198,18 @@ impl InplaceOp2 for Store<'_> {
 
     #[cfg(feature = "cuda")]
     fn cuda_fwd(&self, cache: &mut CudaStorage, cl: &Layout, rows: &CudaStorage, rl: &Layout) -> Result<()> {
+        self.attention.check_segments(cl.shape().elem_count(), self.side)?;
+        if !cl.is_contiguous() {
+            bail!("{}: the cache must be contiguous", self.name());
+        }
         let cuda = Cuda::of(rows);
         let rows = cuda.rows(self.name(), rows, rl)?;
-        let (count, capacity) = cl.shape().dims2()?;
-        let fits = |s: &Segment| s.start + s.len <= capacity && (s.slot + 1) * rows.cols <= count;
-        if !cl.is_contiguous() || !self.segments.iter().all(fits) {
-            bail!("store-keys: {:?} of width {} do not fit a cache of {:?}", self.segments, rows.cols, cl.dims());
-        }
+        let side = match self.side {
+            Side::Keys => device::CacheSide::Keys,
+            Side::Values => device::CacheSide::Values,
+        };
         let cache = cuda.start_mut::<f32>(cache, cl)?;
-        device::store_keys(&cuda, &rows, &self.segments, *cache, capacity)
+        device::store(&cuda, &self.attention.device_call(), side, &rows, *cache)
     }
 }
 
@@ -390,13 +400,15 @@ impl CustomOp3 for RaggedAttention {
         v: &CudaStorage,
         vl: &Layout,
     ) -> Result<(CudaStorage, Shape)> {
+        self.check_segments(kl.shape().elem_count(), Side::Keys)?;
+        self.check_segments(vl.shape().elem_count(), Side::Values)?;
+        if !kl.is_contiguous() || !vl.is_contiguous() {
+            bail!("attention: caches must be contiguous");
+        }
         let cuda = Cuda::of(q);
         let q = cuda.rows(self.name(), q, ql)?;
-        let (k, v) = (cuda.rows(self.name(), k, kl)?, cuda.rows(self.name(), v, vl)?);
-        let causal = self.visibility == Visibility::Causal;
-        let (capacity, heads, window) = (self.capacity, self.heads, self.window);
-        let call = device::RaggedCall { segments: &self.segments, capacity, heads, causal, window };
-        let y = device::ragged(&cuda, &call, &q, &k, &v)?;
+        let (k, v) = (cuda.start::<f32>(k, kl)?, cuda.start::<f32>(v, vl)?);
+        let y = device::ragged(&cuda, &self.device_call(), &q, [*k, *v])?;
         Ok((cuda.storage(y), Shape::from((q.count, q.cols))))
     }
 }

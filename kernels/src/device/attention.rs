@@ -7,6 +7,7 @@ use candle_core::{Result, bail};
 use super::{Backend, Kernel, View, args};
 use crate::attention::HeadLayout;
 use crate::attention::block::BlockSpan;
+use crate::attention::ragged::Segment;
 
 /// Threads of a block, as compiled into the kernels.
 const THREADS: usize = 128;
@@ -19,7 +20,7 @@ const FEW_ITEMS: usize = 128;
 #[derive(Debug)]
 pub struct RaggedCall<'a> {
     /// Slot, position of the first row, number of rows of each segment, in row order.
-    pub segments: &'a [crate::attention::ragged::Segment],
+    pub segments: &'a [Segment],
     /// Positions per slot.
     pub capacity: usize,
     /// Head sizes.
@@ -41,40 +42,27 @@ fn compiled(dim: usize, names: [&'static str; 4]) -> Result<(&'static str, usize
     }
 }
 
-/// Attends over caches; see [`crate::attention::ragged::RaggedAttention::forward`].
+/// Attends over caches at `k` and `v`; see [`crate::attention::ragged::RaggedAttention::forward`], which has checked that
+/// they hold the segments.
 ///
 /// # Errors
-/// When shapes, segments and capacity do not fit each other, or a launch fails.
-pub fn ragged<B: Backend>(backend: &B, call: &RaggedCall<'_>, q: &View, k: &View, v: &View) -> Result<B::Buffer<f32>> {
+/// When the query rows do not fit the segments, or a launch fails.
+pub fn ragged<B: Backend>(backend: &B, call: &RaggedCall<'_>, q: &View, [k, v]: [u64; 2]) -> Result<B::Buffer<f32>> {
     let HeadLayout { heads, kv_heads, head_dim } = call.heads;
     let rows: usize = call.segments.iter().map(|s| s.len).sum();
-    let width = kv_heads * head_dim;
-    let contiguous = k.stride == k.cols && v.stride == v.cols;
-    if q.count != rows || q.cols != heads * head_dim || v.cols != width || k.cols != call.capacity || !contiguous {
-        bail!(
-            "attention of {rows} rows, {heads} heads, {kv_heads} key/value heads of {head_dim} got q [{}, {}], k [{}, {}], v [{}, {}]",
-            q.count,
-            q.cols,
-            k.count,
-            k.cols,
-            v.count,
-            v.cols
-        );
+    if q.count != rows || q.cols != heads * head_dim {
+        bail!("attention of {rows} rows, {heads} heads of {head_dim} got q [{}, {}]", q.count, q.cols);
     }
     let group = call.heads.group();
     let names = ["ragged_attention_32", "ragged_attention_64", "ragged_attention_128", "ragged_attention_256"];
     let (function, queries, _, _) = compiled(head_dim, names)?;
     let (mut items, mut row, mut longest) = (Vec::new(), 0, 0);
     for segment in call.segments {
-        let end = segment.start + segment.len;
-        if end > call.capacity || (segment.slot + 1) * call.capacity > v.count || (segment.slot + 1) * width > k.count {
-            bail!("segment {segment:?} lies outside caches of {} rows, capacity {}", v.count, call.capacity);
-        }
         for vector in (0..segment.len * group).step_by(queries) {
             items.extend([segment.slot, segment.start, segment.len, row, vector].map(|n| n as u32));
         }
         row += segment.len;
-        longest = longest.max(end);
+        longest = longest.max(segment.start + segment.len);
     }
     let y = backend.alloc::<f32>(rows * heads * head_dim)?;
     let count = items.len() / 5;
@@ -87,8 +75,8 @@ pub fn ragged<B: Backend>(backend: &B, call: &RaggedCall<'_>, q: &View, k: &View
     let args = args![
         q.address,
         q.stride,
-        k.address,
-        v.address,
+        k,
+        v,
         backend.address(&y),
         backend.address(&table),
         call.capacity,
@@ -111,26 +99,31 @@ pub fn ragged<B: Backend>(backend: &B, call: &RaggedCall<'_>, q: &View, k: &View
     Ok(y)
 }
 
-/// Writes rows of keys into a transposed cache of `capacity` positions at `cache`, which the caller has checked to hold all
-/// segments.
+/// Which of the caches rows are written to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum CacheSide {
+    /// Keys.
+    Keys,
+    /// Values.
+    Values,
+}
+
+/// Writes rows of keys or values into the cache at `cache`, which the caller has checked to hold all segments.
 ///
 /// # Errors
-/// When a launch fails.
-pub fn store_keys<B: Backend>(
-    backend: &B,
-    rows: &View,
-    segments: &[crate::attention::ragged::Segment],
-    cache: u64,
-    capacity: usize,
-) -> Result<()> {
-    let places: Vec<u32> =
-        segments.iter().flat_map(|s| (0..s.len).flat_map(|i| [s.slot as u32, (s.start + i) as u32])).collect();
-    if places.len() != 2 * rows.count {
-        bail!("store-keys: {} rows for segments of {} rows", rows.count, places.len() / 2);
+/// When the rows do not fit the segments, or a launch fails.
+pub fn store<B: Backend>(backend: &B, call: &RaggedCall<'_>, side: CacheSide, rows: &View, cache: u64) -> Result<()> {
+    let HeadLayout { kv_heads, head_dim, .. } = call.heads;
+    let positions =
+        |s: &Segment| (s.start..s.start + s.len).flat_map(|p| [s.slot as u32, p as u32]).collect::<Vec<_>>();
+    let places: Vec<u32> = call.segments.iter().flat_map(positions).collect();
+    if places.len() != 2 * rows.count || rows.cols != kv_heads * head_dim {
+        bail!("cache write of [{}, {}] for {} rows", rows.count, rows.cols, places.len() / 2);
     }
     let table = backend.upload(&places)?;
-    let args = args![rows.address, rows.stride, backend.address(&table), cache, rows.cols, capacity];
-    backend.launch(Kernel { module: "ragged", function: "store_keys" }, [rows.count, 1, 1], 128, &args)
+    let args = args![rows.address, rows.stride, backend.address(&table), cache, call.capacity, kv_heads, head_dim];
+    let function = if side == CacheSide::Keys { "store_keys" } else { "store_values" };
+    backend.launch(Kernel { module: "ragged", function }, [rows.count, 1, 1], 128, &args)
 }
 
 /// Blocks of one sequence in a training pattern: its context rows, its block rows, its blocks.

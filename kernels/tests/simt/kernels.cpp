@@ -75,6 +75,7 @@ const Entry ENTRIES[] = {
     KERNEL(ragged, ragged_attention_256),
     KERNEL(ragged, ragged_attention_join),
     KERNEL(ragged, store_keys),
+    KERNEL(ragged, store_values),
     KERNEL(block, block_attention_32),
     KERNEL(block, block_attention_64),
     KERNEL(block, block_attention_128),
