@@ -39,6 +39,7 @@ const STACK_BYTES: usize = 8 << 20;
 static INTERRUPT: Interrupt = Interrupt::new();
 
 fn main() -> ExitCode {
+    deepspec_models::keep_freed_memory();
     let arguments = match Arguments::try_parse() {
         Ok(arguments) => arguments,
         Err(error) => return usage(&error),

@@ -13,6 +13,7 @@ mod cuda;
 pub mod device;
 pub mod linear;
 mod matmul;
+pub mod memory;
 mod rms_norm;
 pub mod rope;
 mod rows;
