@@ -123,16 +123,13 @@ pub fn adamw(parameter: &Tensor, gradient: &Tensor, moments: &mut Moments, step:
 pub fn square_sum(x: &Tensor) -> Result<f64> {
     let x = x.contiguous()?;
     let (storage, layout) = x.storage_and_layout();
-    let storage = match &*storage {
-        Storage::Cpu(storage) => storage,
-        #[cfg(feature = "cuda")]
-        Storage::Cuda(storage) => {
-            let cuda = Cuda::of(storage);
-            let start = cuda.start::<f32>(storage, layout)?;
-            return device::elementwise::square_sum(&cuda, *start, layout.shape().elem_count());
-        }
-        _ => bail!("no squared norm on this device"),
-    };
+    #[cfg(feature = "cuda")]
+    if let Storage::Cuda(storage) = &*storage {
+        let cuda = Cuda::of(storage);
+        let start = cuda.start::<f32>(storage, layout)?;
+        return device::elementwise::square_sum(&cuda, *start, layout.shape().elem_count());
+    }
+    let Storage::Cpu(storage) = &*storage else { bail!("no squared norm on this device") };
     let data = storage.as_slice::<f32>()?;
     let data = &data[layout.start_offset()..layout.start_offset() + layout.shape().elem_count()];
     let partials: Vec<f64> =
