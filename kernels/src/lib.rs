@@ -32,5 +32,5 @@ pub fn instruction_set() -> String {
     format!("{}/{}", simd::level().name(), linear::int8_level())
 }
 
-pub use rms_norm::rms_norm;
+pub use rms_norm::{add_rms_norm, rms_norm};
 pub use silu_mul::silu_mul;

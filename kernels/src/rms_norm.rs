@@ -23,6 +23,69 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
     x.apply_op2(weight, RmsNorm { eps: eps as f32 })
 }
 
+/// x + y, and its [`rms_norm`], in one pass over the rows. Without gradients, for inference.
+///
+/// # Shapes
+/// `[rows, d]`, `[rows, d]`, `[d]` → two of `[rows, d]`
+///
+/// # Errors
+/// When shapes do not fit each other or a tensor is not f32.
+pub fn add_rms_norm(x: &Tensor, y: &Tensor, weight: &Tensor, eps: f64) -> Result<(Tensor, Tensor)> {
+    if !x.device().is_cpu() {
+        let total = (x + y)?;
+        let normalised = rms_norm(&total, weight, eps)?;
+        return Ok((total, normalised));
+    }
+    let both = x.apply_op3_no_bwd(y, weight, &AddRmsNorm { eps: eps as f32 })?;
+    let rows = both.dims()[0] / 2;
+    Ok((both.narrow(0, 0, rows)?, both.narrow(0, rows, rows)?))
+}
+
+/// The first half of the result's rows are the sums, the second their norms.
+struct AddRmsNorm {
+    eps: f32,
+}
+
+multiversion! {
+    fn add_row(x: &[f32], y: &[f32], out: &mut [f32]) {
+        for ((out, x), y) in out.iter_mut().zip(x).zip(y) {
+            *out = x + y;
+        }
+    }
+}
+
+impl candle_core::CustomOp3 for AddRmsNorm {
+    fn name(&self) -> &'static str {
+        "add-rms-norm"
+    }
+
+    fn cpu_fwd(
+        &self,
+        x: &CpuStorage,
+        xl: &Layout,
+        y: &CpuStorage,
+        yl: &Layout,
+        w: &CpuStorage,
+        wl: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        let (x, y) = (Rows::new(self.name(), x, xl)?, Rows::new(self.name(), y, yl)?);
+        let weight = Rows::new(self.name(), w, wl)?.row(0);
+        if weight.len() != x.cols || (x.count, x.cols) != (y.count, y.cols) {
+            bail!("add-rms-norm of {:?} and {:?} with {} weights", xl.dims(), yl.dims(), weight.len());
+        }
+        let (rows, cols) = (x.count, x.cols);
+        let mut out = vec![0f32; 2 * rows * cols];
+        let (sums, norms) = out.split_at_mut(rows * cols);
+        let parallel = rows * cols >= 1 << 16;
+        threads::for_each_chunk(sums, cols, parallel, |i, sum| add_row(x.row(i), y.row(i), sum));
+        let sums = &*sums;
+        threads::for_each_chunk(norms, cols, parallel, |i, norm| {
+            forward_row(&sums[i * cols..(i + 1) * cols], weight, self.eps, norm);
+        });
+        Ok((CpuStorage::F32(out), Shape::from((2 * rows, cols))))
+    }
+}
+
 struct RmsNorm {
     eps: f32,
 }

@@ -19,7 +19,7 @@ use super::HeadLayout;
 use crate::linear::{PANEL, tile_f32};
 use crate::multiversion;
 use crate::rows::Rows;
-use crate::simd::{exp_shifted, level, max};
+use crate::simd::{exp, level, max, sum};
 use crate::threads;
 #[cfg(feature = "cuda")]
 use crate::{cuda::Cuda, device::attention as device};
@@ -214,13 +214,13 @@ impl InplaceOp2 for Store<'_> {
 }
 
 multiversion! {
-    /// Scores → e^(scale·score − maximum) in place; returns their sum.
+    /// Scores → e^(scale·(score − maximum)) in place; returns their sum.
     fn exponentials(scores: &mut [f32], scale: f32) -> f32 {
-        for score in scores.iter_mut() {
-            *score *= scale;
-        }
         let largest = max(scores);
-        exp_shifted(scores, largest)
+        for score in scores.iter_mut() {
+            *score = exp((*score - largest) * scale);
+        }
+        sum(scores)
     }
 }
 

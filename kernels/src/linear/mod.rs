@@ -203,8 +203,7 @@ impl CustomOp1 for PackedForward {
         if x.cols != self.weight.inputs() {
             bail!("linear layer of {} inputs got rows of {}", self.weight.inputs(), x.cols);
         }
-        let mut y = vec![0f32; x.count * self.weight.outputs()];
-        self.weight.forward(x, &mut y);
+        let y = self.weight.forward_rows(x);
         Ok((CpuStorage::F32(y), Shape::from((x.count, self.weight.outputs()))))
     }
 }
