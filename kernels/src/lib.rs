@@ -6,6 +6,11 @@
 
 pub mod adamw;
 pub mod attention;
+#[cfg(feature = "cuda")]
+mod cuda;
+#[cfg(any(feature = "cuda", feature = "simt"))]
+#[doc(hidden)]
+pub mod device;
 pub mod linear;
 mod matmul;
 pub mod memory;
@@ -15,7 +20,11 @@ mod rows;
 mod silu_mul;
 #[doc(hidden)]
 pub mod simd;
+#[cfg(feature = "simt")]
+#[doc(hidden)]
+pub mod simt;
 mod threads;
+pub mod verify;
 pub mod vocab_loss;
 
 /// Instruction sets that the kernels use on this machine: for floats, then for eight-bit integers.

@@ -1,5 +1,7 @@
 //! RMSNorm with gradients: y_i = w_i · x_i / √(mean(x²) + ε), per row.
 
+#[cfg(feature = "cuda")]
+use candle_core::CudaStorage;
 use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor, bail};
 use rayon::prelude::*;
 
@@ -7,6 +9,8 @@ use crate::multiversion;
 use crate::rows::Rows;
 use crate::simd::{dot, sum};
 use crate::threads;
+#[cfg(feature = "cuda")]
+use crate::{cuda::Cuda, device};
 
 /// Normalises each row of `x` (last dimension) and scales it by `weight`.
 ///
@@ -127,6 +131,14 @@ impl CustomOp2 for RmsNorm {
         Ok((CpuStorage::F32(y), xl.shape().clone()))
     }
 
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(&self, x: &CudaStorage, xl: &Layout, w: &CudaStorage, wl: &Layout) -> Result<(CudaStorage, Shape)> {
+        let cuda = Cuda::of(x);
+        let (x, w) = (cuda.rows(self.name(), x, xl)?, cuda.rows(self.name(), w, wl)?);
+        let y = device::rms_norm::forward(&cuda, &x, &w, self.eps)?;
+        Ok((cuda.storage(y), xl.shape().clone()))
+    }
+
     fn bwd(
         &self,
         x: &Tensor,
@@ -187,5 +199,22 @@ impl candle_core::CustomOp3 for RmsNormBackward {
             *dw = sum(&column);
         }
         Ok((CpuStorage::F32(out), Shape::from((x.count + 1, x.cols))))
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        x: &CudaStorage,
+        xl: &Layout,
+        w: &CudaStorage,
+        wl: &Layout,
+        g: &CudaStorage,
+        gl: &Layout,
+    ) -> Result<(CudaStorage, Shape)> {
+        let cuda = Cuda::of(x);
+        let (x, w) = (cuda.rows(self.name(), x, xl)?, cuda.rows(self.name(), w, wl)?);
+        let grad = cuda.rows(self.name(), g, gl)?;
+        let out = device::rms_norm::backward(&cuda, &x, &w, &grad, self.eps)?;
+        Ok((cuda.storage(out), Shape::from((x.count + 1, x.cols))))
     }
 }
