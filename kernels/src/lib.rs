@@ -6,6 +6,11 @@
 
 pub mod adamw;
 pub mod attention;
+#[cfg(feature = "cuda")]
+mod cuda;
+#[cfg(any(feature = "cuda", feature = "simt"))]
+#[doc(hidden)]
+pub mod device;
 pub mod linear;
 pub mod logit_row;
 mod matmul;
@@ -16,7 +21,11 @@ mod rows;
 mod silu_mul;
 #[doc(hidden)]
 pub mod simd;
+#[cfg(feature = "simt")]
+#[doc(hidden)]
+pub mod simt;
 mod threads;
+pub mod verify;
 pub mod vocab_loss;
 
 /// Instruction sets that the kernels use on this machine: for floats, then for eight-bit integers.
@@ -24,5 +33,5 @@ pub fn instruction_set() -> String {
     format!("{}/{}", simd::level().name(), linear::int8_level())
 }
 
-pub use rms_norm::rms_norm;
+pub use rms_norm::{add_rms_norm, rms_norm};
 pub use silu_mul::silu_mul;

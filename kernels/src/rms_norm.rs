@@ -1,5 +1,7 @@
 //! RMSNorm with gradients: y_i = w_i · x_i / √(mean(x²) + ε), per row.
 
+#[cfg(feature = "cuda")]
+use candle_core::CudaStorage;
 use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor, bail};
 use rayon::prelude::*;
 
@@ -7,6 +9,8 @@ use crate::multiversion;
 use crate::rows::Rows;
 use crate::simd::{dot, sum};
 use crate::threads;
+#[cfg(feature = "cuda")]
+use crate::{cuda::Cuda, device};
 
 /// Normalises each row of `x` (last dimension) and scales it by `weight`.
 ///
@@ -17,6 +21,69 @@ use crate::threads;
 /// When the weight's length is not the row length or a tensor is not f32.
 pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
     x.apply_op2(weight, RmsNorm { eps: eps as f32 })
+}
+
+/// x + y, and its [`rms_norm`], in one pass over the rows. Without gradients, for inference.
+///
+/// # Shapes
+/// `[rows, d]`, `[rows, d]`, `[d]` → two of `[rows, d]`
+///
+/// # Errors
+/// When shapes do not fit each other or a tensor is not f32.
+pub fn add_rms_norm(x: &Tensor, y: &Tensor, weight: &Tensor, eps: f64) -> Result<(Tensor, Tensor)> {
+    if !x.device().is_cpu() {
+        let total = (x + y)?;
+        let normalised = rms_norm(&total, weight, eps)?;
+        return Ok((total, normalised));
+    }
+    let both = x.apply_op3_no_bwd(y, weight, &AddRmsNorm { eps: eps as f32 })?;
+    let rows = both.dims()[0] / 2;
+    Ok((both.narrow(0, 0, rows)?, both.narrow(0, rows, rows)?))
+}
+
+/// The first half of the result's rows are the sums, the second their norms.
+struct AddRmsNorm {
+    eps: f32,
+}
+
+multiversion! {
+    fn add_row(x: &[f32], y: &[f32], out: &mut [f32]) {
+        for ((out, x), y) in out.iter_mut().zip(x).zip(y) {
+            *out = x + y;
+        }
+    }
+}
+
+impl candle_core::CustomOp3 for AddRmsNorm {
+    fn name(&self) -> &'static str {
+        "add-rms-norm"
+    }
+
+    fn cpu_fwd(
+        &self,
+        x: &CpuStorage,
+        xl: &Layout,
+        y: &CpuStorage,
+        yl: &Layout,
+        w: &CpuStorage,
+        wl: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        let (x, y) = (Rows::new(self.name(), x, xl)?, Rows::new(self.name(), y, yl)?);
+        let weight = Rows::new(self.name(), w, wl)?.row(0);
+        if weight.len() != x.cols || (x.count, x.cols) != (y.count, y.cols) {
+            bail!("add-rms-norm of {:?} and {:?} with {} weights", xl.dims(), yl.dims(), weight.len());
+        }
+        let (rows, cols) = (x.count, x.cols);
+        let mut out = vec![0f32; 2 * rows * cols];
+        let (sums, norms) = out.split_at_mut(rows * cols);
+        let parallel = rows * cols >= 1 << 16;
+        threads::for_each_chunk(sums, cols, parallel, |i, sum| add_row(x.row(i), y.row(i), sum));
+        let sums = &*sums;
+        threads::for_each_chunk(norms, cols, parallel, |i, norm| {
+            forward_row(&sums[i * cols..(i + 1) * cols], weight, self.eps, norm);
+        });
+        Ok((CpuStorage::F32(out), Shape::from((2 * rows, cols))))
+    }
 }
 
 struct RmsNorm {
@@ -62,6 +129,14 @@ impl CustomOp2 for RmsNorm {
         let parallel = y.len() >= 1 << 16;
         threads::for_each_chunk(&mut y, x.cols, parallel, |i, y| forward_row(x.row(i), weight, self.eps, y));
         Ok((CpuStorage::F32(y), xl.shape().clone()))
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(&self, x: &CudaStorage, xl: &Layout, w: &CudaStorage, wl: &Layout) -> Result<(CudaStorage, Shape)> {
+        let cuda = Cuda::of(x);
+        let (x, w) = (cuda.rows(self.name(), x, xl)?, cuda.rows(self.name(), w, wl)?);
+        let y = device::rms_norm::forward(&cuda, &x, &w, self.eps)?;
+        Ok((cuda.storage(y), xl.shape().clone()))
     }
 
     fn bwd(
@@ -124,5 +199,22 @@ impl candle_core::CustomOp3 for RmsNormBackward {
             *dw = sum(&column);
         }
         Ok((CpuStorage::F32(out), Shape::from((x.count + 1, x.cols))))
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        x: &CudaStorage,
+        xl: &Layout,
+        w: &CudaStorage,
+        wl: &Layout,
+        g: &CudaStorage,
+        gl: &Layout,
+    ) -> Result<(CudaStorage, Shape)> {
+        let cuda = Cuda::of(x);
+        let (x, w) = (cuda.rows(self.name(), x, xl)?, cuda.rows(self.name(), w, wl)?);
+        let grad = cuda.rows(self.name(), g, gl)?;
+        let out = device::rms_norm::backward(&cuda, &x, &w, &grad, self.eps)?;
+        Ok((cuda.storage(out), Shape::from((x.count + 1, x.cols))))
     }
 }

@@ -5,10 +5,17 @@
 
 use std::sync::Arc;
 
+#[cfg(feature = "cuda")]
+use candle_core::CudaStorage;
 use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, bail};
 
 use crate::rows::Rows;
 use crate::threads;
+#[cfg(feature = "cuda")]
+use crate::{
+    cuda::{Cuda, Uploaded},
+    device,
+};
 
 /// Inverse frequencies of a model's rotary embedding.
 #[derive(Debug, Clone)]
@@ -44,7 +51,15 @@ impl RopeFrequencies {
                 sin.push(angle.sin() as f32);
             }
         }
-        RopeAngles { cos: cos.into(), sin: sin.into(), pairs, head_dim: self.head_dim, inverse: false }
+        RopeAngles {
+            cos: cos.into(),
+            sin: sin.into(),
+            pairs,
+            head_dim: self.head_dim,
+            inverse: false,
+            #[cfg(feature = "cuda")]
+            uploaded: Arc::default(),
+        }
     }
 }
 
@@ -56,6 +71,9 @@ pub struct RopeAngles {
     pairs: usize,
     head_dim: usize,
     inverse: bool,
+    /// Cosines and sines in device memory, copied there by the first layer.
+    #[cfg(feature = "cuda")]
+    uploaded: Arc<Uploaded>,
 }
 
 impl RopeAngles {
@@ -69,6 +87,17 @@ impl RopeAngles {
     pub fn apply(&self, x: &Tensor) -> Result<Tensor> {
         x.apply_op1(self.clone())
     }
+
+    fn check(&self, rows: usize, cols: usize) -> Result<()> {
+        if rows * self.pairs != self.cos.len() || !cols.is_multiple_of(self.head_dim) {
+            bail!(
+                "rope for {} positions and heads of {} got {rows} rows of {cols}",
+                self.cos.len() / self.pairs.max(1),
+                self.head_dim,
+            );
+        }
+        Ok(())
+    }
 }
 
 impl CustomOp1 for RopeAngles {
@@ -78,15 +107,7 @@ impl CustomOp1 for RopeAngles {
 
     fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
         let x = Rows::new(self.name(), storage, layout)?;
-        if x.count * self.pairs != self.cos.len() || x.cols % self.head_dim != 0 {
-            bail!(
-                "rope for {} positions and heads of {} got {} rows of {}",
-                self.cos.len() / self.pairs.max(1),
-                self.head_dim,
-                x.count,
-                x.cols
-            );
-        }
+        self.check(x.count, x.cols)?;
         let mut y = vec![0f32; x.count * x.cols];
         let parallel = y.len() >= 1 << 16;
         threads::for_each_chunk(&mut y, x.cols, parallel, |row, y| {
@@ -102,6 +123,16 @@ impl CustomOp1 for RopeAngles {
             }
         });
         Ok((CpuStorage::F32(y), layout.shape().clone()))
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(&self, storage: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
+        let cuda = Cuda::of(storage);
+        let x = cuda.rows(self.name(), storage, layout)?;
+        self.check(x.count, x.cols)?;
+        let angles = self.uploaded.on(&cuda, [&self.cos, &self.sin])?;
+        let y = device::elementwise::rope(&cuda, &x, angles, self.head_dim, self.pairs, self.inverse)?;
+        Ok((cuda.storage(y), layout.shape().clone()))
     }
 
     fn bwd(&self, _arg: &Tensor, _res: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {

@@ -4,24 +4,22 @@
 
 use candle_core::{CpuStorage, Layout, Result, bail};
 
-/// Rows of a float tensor.
-#[derive(Clone, Copy)]
-pub(crate) struct Rows<'a> {
-    data: &'a [f32],
-    stride: usize,
+/// How the rows of a tensor lie in its storage.
+pub(crate) struct RowLayout {
+    /// Elements from row to row.
+    pub(crate) stride: usize,
     /// Number of rows: the product of all dimensions but the last.
     pub(crate) count: usize,
     /// Length of one row.
     pub(crate) cols: usize,
 }
 
-impl<'a> Rows<'a> {
-    /// Reads a tensor's storage as rows.
+impl RowLayout {
+    /// Reads a layout as rows.
     ///
     /// # Errors
-    /// When the tensor is not f32, has no dimension, or its columns are not contiguous or its rows not evenly spaced.
-    pub(crate) fn new(op: &'static str, storage: &'a CpuStorage, layout: &Layout) -> Result<Self> {
-        let data = storage.as_slice::<f32>()?;
+    /// When it has no dimension, or its columns are not contiguous or its rows not evenly spaced.
+    pub(crate) fn new(op: &'static str, layout: &Layout) -> Result<Self> {
         let dims = layout.dims();
         let Some((&cols, leading)) = dims.split_last() else {
             bail!("{op}: expected a tensor of rows, found a scalar")
@@ -43,6 +41,29 @@ impl<'a> Rows<'a> {
                 innermost
             }
         };
+        Ok(Self { stride, count, cols })
+    }
+}
+
+/// Rows of a float tensor.
+#[derive(Clone, Copy)]
+pub(crate) struct Rows<'a> {
+    data: &'a [f32],
+    stride: usize,
+    /// Number of rows: the product of all dimensions but the last.
+    pub(crate) count: usize,
+    /// Length of one row.
+    pub(crate) cols: usize,
+}
+
+impl<'a> Rows<'a> {
+    /// Reads a tensor's storage as rows.
+    ///
+    /// # Errors
+    /// When the tensor is not f32, has no dimension, or its columns are not contiguous or its rows not evenly spaced.
+    pub(crate) fn new(op: &'static str, storage: &'a CpuStorage, layout: &Layout) -> Result<Self> {
+        let data = storage.as_slice::<f32>()?;
+        let RowLayout { stride, count, cols } = RowLayout::new(op, layout)?;
         Ok(Self { data: &data[layout.start_offset()..], stride, count, cols })
     }
 

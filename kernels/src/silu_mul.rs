@@ -1,5 +1,7 @@
 //! Gated activation of the MLP with gradients: y = silu(gate) · up, silu(x) = x / (1 + e^−x).
 
+#[cfg(feature = "cuda")]
+use candle_core::CudaStorage;
 use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor, bail};
 use rayon::prelude::*;
 
@@ -7,6 +9,8 @@ use crate::multiversion;
 use crate::rows::Rows;
 use crate::simd::exp;
 use crate::threads;
+#[cfg(feature = "cuda")]
+use crate::{cuda::Cuda, device};
 
 /// y = silu(gate) · up.
 ///
@@ -57,6 +61,14 @@ impl CustomOp2 for SiluMul {
         Ok((CpuStorage::F32(y), gl.shape().clone()))
     }
 
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(&self, g: &CudaStorage, gl: &Layout, u: &CudaStorage, ul: &Layout) -> Result<(CudaStorage, Shape)> {
+        let cuda = Cuda::of(g);
+        let (gate, up) = (cuda.rows(self.name(), g, gl)?, cuda.rows(self.name(), u, ul)?);
+        let y = device::elementwise::silu_mul(&cuda, &gate, &up)?;
+        Ok((cuda.storage(y), gl.shape().clone()))
+    }
+
     fn bwd(
         &self,
         gate: &Tensor,
@@ -97,5 +109,22 @@ impl candle_core::CustomOp3 for SiluMulBackward {
             .enumerate()
             .for_each(|(i, (dgate, dup))| backward_row(gate.row(i), up.row(i), grad.row(i), dgate, dup));
         Ok((CpuStorage::F32(out), Shape::from((2, gate.count, gate.cols))))
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        g: &CudaStorage,
+        gl: &Layout,
+        u: &CudaStorage,
+        ul: &Layout,
+        d: &CudaStorage,
+        dl: &Layout,
+    ) -> Result<(CudaStorage, Shape)> {
+        let cuda = Cuda::of(g);
+        let (gate, up) = (cuda.rows(self.name(), g, gl)?, cuda.rows(self.name(), u, ul)?);
+        let grad = cuda.rows(self.name(), d, dl)?;
+        let out = device::elementwise::silu_mul_backward(&cuda, &gate, &up, &grad)?;
+        Ok((cuda.storage(out), Shape::from((2, gate.count, gate.cols))))
     }
 }

@@ -15,6 +15,8 @@
 //! in the forward pass: rows are worked through in chunks, and nothing of size [rows, vocabulary] outlives its chunk.
 //! Target distributions are computed once per distinct position of a chunk, however many blocks overlap there.
 
+#[cfg(feature = "cuda")]
+mod cuda;
 mod elementwise;
 mod targets;
 
@@ -126,6 +128,9 @@ struct State {
     hidden: Vec<f32>,
     latent: Vec<f32>,
     w2: Vec<f32>,
+    /// The gradients where they were computed on a device.
+    #[cfg(feature = "cuda")]
+    on_device: Option<cuda::Gradients>,
 }
 
 struct Op {
@@ -277,6 +282,8 @@ impl CustomOp3 for Op {
             hidden: vec![0.0; hidden.count * width],
             latent: vec![0.0; hidden.count * rank],
             w2: vec![0.0; vocab * rank],
+            #[cfg(feature = "cuda")]
+            on_device: None,
         };
         let chunk_rows = chunk_rows(vocab);
         let most = chunk_rows.min(order.len());
@@ -334,6 +341,19 @@ impl CustomOp3 for Op {
         Ok((CpuStorage::F32(vec![loss as f32]), Shape::from(1)))
     }
 
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        h: &candle_core::CudaStorage,
+        hl: &Layout,
+        m: &candle_core::CudaStorage,
+        ml: &Layout,
+        w: &candle_core::CudaStorage,
+        wl: &Layout,
+    ) -> Result<(candle_core::CudaStorage, Shape)> {
+        self.on_device([h, m, w], [hl, ml, wl])
+    }
+
     fn bwd(
         &self,
         h: &Tensor,
@@ -342,6 +362,10 @@ impl CustomOp3 for Op {
         _res: &Tensor,
         grad: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+        #[cfg(feature = "cuda")]
+        if h.device().is_cuda() {
+            return self.device_gradients([h, m, w], grad).map(Into::into);
+        }
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         let give = |data: &mut Vec<f32>, like: &Tensor| -> Result<Option<Tensor>> {
             let data = std::mem::take(data);

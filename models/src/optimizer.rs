@@ -118,8 +118,8 @@ impl Optimizer {
     pub fn state(&self) -> Result<Vec<(String, Tensor)>> {
         let mut out = Vec::new();
         for (name, moments) in &self.moments {
-            for (kind, data) in [("exp_avg", &moments.first), ("exp_avg_sq", &moments.second)] {
-                out.push((format!("{kind}.{name}"), Tensor::from_slice(data, data.len(), &Device::Cpu)?));
+            for (kind, data) in ["exp_avg", "exp_avg_sq"].into_iter().zip(moments.values()?) {
+                out.push((format!("{kind}.{name}"), Tensor::from_slice(&data, data.len(), &Device::Cpu)?));
             }
         }
         Ok(out)
@@ -131,8 +131,11 @@ impl Optimizer {
     /// When a tensor is missing or misshapen.
     pub fn restore(&mut self, step: u64, read: impl Fn(&str, usize) -> Result<Tensor>) -> Result<()> {
         for (name, moments) in &mut self.moments {
-            moments.first = read(&format!("exp_avg.{name}"), moments.first.len())?.to_vec1()?;
-            moments.second = read(&format!("exp_avg_sq.{name}"), moments.second.len())?.to_vec1()?;
+            let len = moments.values()?[0].len();
+            *moments = Moments::new(
+                read(&format!("exp_avg.{name}"), len)?.to_vec1()?,
+                read(&format!("exp_avg_sq.{name}"), len)?.to_vec1()?,
+            )?;
         }
         self.step = step;
         Ok(())

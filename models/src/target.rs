@@ -10,7 +10,7 @@ use deepspec_kernels::attention::HeadLayout;
 use deepspec_kernels::attention::ragged::{RaggedAttention, Segment, Visibility};
 use deepspec_kernels::linear::{Linear, Precision};
 use deepspec_kernels::rope::{RopeAngles, RopeFrequencies};
-use deepspec_kernels::{rms_norm, silu_mul};
+use deepspec_kernels::{add_rms_norm, rms_norm, silu_mul};
 
 use crate::config::TargetConfig;
 use crate::error::{Error, Result};
@@ -180,17 +180,21 @@ impl Target {
         };
         let mut x = embed(&self.embed_tokens, &tokens)?;
         keep(-1, &x);
+        let eps = self.config.rms_norm_eps;
+        let first_norm = self.layers.first().map_or(&self.norm, |layer| &layer.input_layernorm);
+        let mut normed = rms_norm(&x, first_norm, eps)?;
         for (i, layer) in self.layers.iter().enumerate() {
-            x = layer.forward(&x, &angles, &attention, &cache.keys[i], &cache.values[i], self.config.rms_norm_eps)?;
+            let next_norm = self.layers.get(i + 1).map_or(&self.norm, |layer| &layer.input_layernorm);
+            let caches = (&cache.keys[i], &cache.values[i]);
+            (x, normed) = layer.forward(&x, &normed, next_norm, &angles, &attention, caches, eps)?;
             keep(i as i32, &x);
         }
         for segment in attention.segments.iter() {
             cache.advance(segment.slot, segment.len);
         }
-        let hidden = rms_norm(&x, &self.norm, self.config.rms_norm_eps)?;
         let captured: Vec<Tensor> = captured.into_iter().flatten().collect();
         let features = if captured.is_empty() { None } else { Some(Tensor::cat(&captured, 1)?) };
-        Ok(TargetRows { hidden, features })
+        Ok(TargetRows { hidden: normed, features })
     }
 
     /// Logits of chosen rows of a forward pass.
@@ -275,28 +279,30 @@ impl DecoderLayer {
         })
     }
 
+    /// Output of the layer and its norm by `next_norm`, given the input and its norm.
     fn forward(
         &self,
         x: &Tensor,
+        normed: &Tensor,
+        next_norm: &Tensor,
         angles: &RopeAngles,
         attention: &RaggedAttention,
-        keys: &Tensor,
-        values: &Tensor,
+        (keys, values): (&Tensor, &Tensor),
         eps: f64,
-    ) -> Result<Tensor> {
+    ) -> Result<(Tensor, Tensor)> {
         let HeadLayout { heads, kv_heads, head_dim } = attention.heads;
         let (q_width, kv_width) = (heads * head_dim, kv_heads * head_dim);
-        let qkv = self.qkv_proj.forward(&rms_norm(x, &self.input_layernorm, eps)?)?;
+        let qkv = self.qkv_proj.forward(normed)?;
         let q = head_norm(&qkv.narrow(1, 0, q_width)?, self.q_norm.as_ref(), head_dim, eps)?;
         let k = head_norm(&qkv.narrow(1, q_width, kv_width)?, self.k_norm.as_ref(), head_dim, eps)?;
         let v = qkv.narrow(1, q_width + kv_width, kv_width)?;
         attention.store(&angles.apply(&k)?, &v, keys, values)?;
         let mixed = attention.forward(&angles.apply(&q)?, keys, values)?;
-        let x = (x + self.o_proj.forward(&mixed)?)?;
-        let gate_up = self.gate_up_proj.forward(&rms_norm(&x, &self.post_attention_layernorm, eps)?)?;
+        let (x, normed) = add_rms_norm(x, &self.o_proj.forward(&mixed)?, &self.post_attention_layernorm, eps)?;
+        let gate_up = self.gate_up_proj.forward(&normed)?;
         let width = gate_up.dims()[1] / 2;
         let activated = silu_mul(&gate_up.narrow(1, 0, width)?, &gate_up.narrow(1, width, width)?)?;
-        Ok((x + self.down_proj.forward(&activated)?)?)
+        Ok(add_rms_norm(&x, &self.down_proj.forward(&activated)?, next_norm, eps)?)
     }
 }
 

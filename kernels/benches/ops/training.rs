@@ -23,8 +23,10 @@ pub(crate) fn run(bench: &mut Bench<'_>) {
     let target_hidden = random(5, POSITIONS, HIDDEN);
     let row = |row: usize| LossRow { row, target: row % POSITIONS, label: row as u32, ce: 0.1, tv: 0.9, kl: 0.0 };
     let loss = VocabLoss {
-        lm_head,
-        lm_head_weight,
+        target_head: lm_head.clone(),
+        draft_head: lm_head,
+        draft_head_weight: lm_head_weight,
+        draft_tokens: None,
         rows: (0..ROWS).map(row).collect(),
         kl_temperature: 1.0,
         with_target: true,

@@ -7,6 +7,8 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+#[cfg(feature = "cuda")]
+use candle_core::CudaStorage;
 use candle_core::{CpuStorage, CustomOp3, Layout, Result, Shape, Tensor, bail};
 use rayon::prelude::*;
 
@@ -14,6 +16,11 @@ use super::HeadLayout;
 use crate::multiversion;
 use crate::rows::Rows;
 use crate::simd::{axpy, dot, exp_shifted, max};
+#[cfg(feature = "cuda")]
+use crate::{
+    cuda::{Cuda, cuda_storage},
+    device::attention as device,
+};
 
 /// What one block sees.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -107,6 +114,19 @@ impl BlockAttention {
             );
         }
         Ok(())
+    }
+
+    #[cfg(feature = "cuda")]
+    fn device_call(&self) -> device::BlockCall<'_> {
+        let sequences = self.sequences.iter();
+        device::BlockCall {
+            sequences: sequences
+                .map(|Sequence { context, rows, blocks }| device::BlockSequence { context, rows, blocks })
+                .collect(),
+            context_rows: self.context_rows,
+            block_rows: self.block_rows,
+            heads: self.heads,
+        }
     }
 
     /// The two stretches of key rows that a block sees.
@@ -217,6 +237,23 @@ impl CustomOp3 for BlockAttention {
             },
         );
         Ok((CpuStorage::F32(y), Shape::from((self.block_rows, heads * head_dim))))
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        q: &CudaStorage,
+        ql: &Layout,
+        k: &CudaStorage,
+        kl: &Layout,
+        v: &CudaStorage,
+        vl: &Layout,
+    ) -> Result<(CudaStorage, Shape)> {
+        let cuda = Cuda::of(q);
+        let q = cuda.rows(self.name(), q, ql)?;
+        let (k, v) = (cuda.rows(self.name(), k, kl)?, cuda.rows(self.name(), v, vl)?);
+        let y = device::block(&cuda, &self.device_call(), &q, &k, &v)?;
+        Ok((cuda.storage(y), Shape::from((q.count, q.cols))))
     }
 
     fn bwd(
@@ -347,5 +384,24 @@ impl CustomOp3 for BlockAttentionBackward {
             }
         }
         Ok((CpuStorage::F32(out), Shape::from(nq + 2 * nk)))
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        q: &CudaStorage,
+        ql: &Layout,
+        k: &CudaStorage,
+        kl: &Layout,
+        v: &CudaStorage,
+        vl: &Layout,
+    ) -> Result<(CudaStorage, Shape)> {
+        let cuda = Cuda::of(q);
+        let (grad_storage, grad_layout) = self.grad.storage_and_layout();
+        let grad = cuda.rows(self.name(), cuda_storage(self.name(), &grad_storage)?, grad_layout)?;
+        let q = cuda.rows(self.name(), q, ql)?;
+        let (k, v) = (cuda.rows(self.name(), k, kl)?, cuda.rows(self.name(), v, vl)?);
+        let out = device::block_backward(&cuda, &self.pattern.device_call(), &q, &k, &v, &grad)?;
+        Ok((cuda.storage(out), Shape::from(q.count * q.cols + 2 * k.count * k.cols)))
     }
 }

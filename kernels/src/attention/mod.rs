@@ -26,7 +26,7 @@ impl HeadLayout {
         self.heads / self.kv_heads
     }
 
-    fn scale(&self) -> f32 {
+    pub(crate) fn scale(&self) -> f32 {
         1.0 / (self.head_dim as f32).sqrt()
     }
 }

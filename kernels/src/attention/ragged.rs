@@ -11,14 +11,18 @@ use std::cell::RefCell;
 use std::ops::Range;
 use std::sync::Arc;
 
+#[cfg(feature = "cuda")]
+use candle_core::CudaStorage;
 use candle_core::{CpuStorage, CustomOp3, InplaceOp2, Layout, Result, Shape, Tensor, bail};
 
 use super::HeadLayout;
 use crate::linear::{PANEL, tile_f32};
 use crate::multiversion;
 use crate::rows::Rows;
-use crate::simd::{exp_shifted, level, max};
+use crate::simd::{exp, level, max, sum};
 use crate::threads;
+#[cfg(feature = "cuda")]
+use crate::{cuda::Cuda, device::attention as device};
 
 /// Query vectors per task, unless one row has more (AVX-512: 12 × 2 accumulators of 16 lanes).
 const TASK_VECTORS: usize = 12;
@@ -81,6 +85,13 @@ impl RaggedAttention {
     pub fn store(&self, k: &Tensor, v: &Tensor, k_cache: &Tensor, v_cache: &Tensor) -> Result<()> {
         k_cache.inplace_op2(k, &Store { attention: self, side: Side::Keys })?;
         v_cache.inplace_op2(v, &Store { attention: self, side: Side::Values })
+    }
+
+    #[cfg(feature = "cuda")]
+    fn device_call(&self) -> device::RaggedCall<'_> {
+        let causal = self.visibility == Visibility::Causal;
+        let (capacity, heads, window) = (self.capacity, self.heads, self.window);
+        device::RaggedCall { segments: &self.segments, capacity, heads, causal, window }
     }
 
     fn keys_of_row(&self, segment: &Segment, row: usize) -> Range<usize> {
@@ -184,16 +195,32 @@ impl InplaceOp2 for Store<'_> {
         }
         Ok(())
     }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(&self, cache: &mut CudaStorage, cl: &Layout, rows: &CudaStorage, rl: &Layout) -> Result<()> {
+        self.attention.check_segments(cl.shape().elem_count(), self.side)?;
+        if !cl.is_contiguous() {
+            bail!("{}: the cache must be contiguous", self.name());
+        }
+        let cuda = Cuda::of(rows);
+        let rows = cuda.rows(self.name(), rows, rl)?;
+        let side = match self.side {
+            Side::Keys => device::CacheSide::Keys,
+            Side::Values => device::CacheSide::Values,
+        };
+        let cache = cuda.start_mut::<f32>(cache, cl)?;
+        device::store(&cuda, &self.attention.device_call(), side, &rows, *cache)
+    }
 }
 
 multiversion! {
-    /// Scores → e^(scale·score − maximum) in place; returns their sum.
+    /// Scores → e^(scale·(score − maximum)) in place; returns their sum.
     fn exponentials(scores: &mut [f32], scale: f32) -> f32 {
-        for score in scores.iter_mut() {
-            *score *= scale;
-        }
         let largest = max(scores);
-        exp_shifted(scores, largest)
+        for score in scores.iter_mut() {
+            *score = exp((*score - largest) * scale);
+        }
+        sum(scores)
     }
 }
 
@@ -269,7 +296,7 @@ impl RaggedAttention {
         scores.resize((vectors * width).max(scores.len()), 0.0);
         tile.resize(vectors.max(tile.len()), [0.0; PANEL]);
         let tile = &mut tile[..vectors];
-        let queries: Vec<&[f32]> = (0..vectors).map(|i| place(i)).map(|(row, at)| q.part(row, at, head_dim)).collect();
+        let queries: Vec<&[f32]> = (0..vectors).map(place).map(|(row, at)| q.part(row, at, head_dim)).collect();
         for block in 0..width / PANEL {
             let at = key_panels + (first_key / PANEL + block) * head_dim * PANEL;
             tile.fill([0.0; PANEL]);
@@ -361,5 +388,27 @@ impl CustomOp3 for RaggedAttention {
             threads::run(tasks.len(), |i| run(&tasks[i]));
         }
         Ok((CpuStorage::F32(y), Shape::from((rows, heads * head_dim))))
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        q: &CudaStorage,
+        ql: &Layout,
+        k: &CudaStorage,
+        kl: &Layout,
+        v: &CudaStorage,
+        vl: &Layout,
+    ) -> Result<(CudaStorage, Shape)> {
+        self.check_segments(kl.shape().elem_count(), Side::Keys)?;
+        self.check_segments(vl.shape().elem_count(), Side::Values)?;
+        if !kl.is_contiguous() || !vl.is_contiguous() {
+            bail!("attention: caches must be contiguous");
+        }
+        let cuda = Cuda::of(q);
+        let q = cuda.rows(self.name(), q, ql)?;
+        let (k, v) = (cuda.start::<f32>(k, kl)?, cuda.start::<f32>(v, vl)?);
+        let y = device::ragged(&cuda, &self.device_call(), &q, [*k, *v])?;
+        Ok((cuda.storage(y), Shape::from((q.count, q.cols))))
     }
 }

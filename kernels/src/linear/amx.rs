@@ -10,10 +10,10 @@ use std::arch::x86_64::{
 };
 use std::sync::OnceLock;
 
-use super::int8::{AMX_ROWS, GROUP, GROUP_BYTES, Panel, SHIFT, TileRows};
+use super::int8::{AMX_ROWS, GROUP, Panel, SHIFT, STEP, STEP_BYTES, TileRows};
 use super::packed::PANEL;
 
-/// Groups that weights are fetched ahead.
+/// Steps that weights are fetched ahead.
 const AHEAD: usize = 2;
 
 /// Whether the processor has the unit and the system lets this process use it.
@@ -83,15 +83,15 @@ impl Drop for Tiles {
 #[repr(C, align(64))]
 struct Sums([[[i32; PANEL]; 2]; AMX_ROWS]);
 
-/// Outputs of one panel for up to 16 rows.
+/// Outputs of one panel for up to 16 rows, before the rows' scales.
 ///
 /// # Safety
 /// [`usable`] has returned true and this thread holds [`Tiles`] for a batch of at least as many rows.
 #[target_feature(enable = "avx512f,avx512bw")]
 pub(super) unsafe fn tile(panel: Panel<'_>, x: TileRows<'_>, tile: &mut [[f32; PANEL]]) {
-    let (depth, count) = (x.depth, x.scales.len());
+    let (depth, count) = (x.depth, x.count);
     assert!(count <= AMX_ROWS && tile.len() >= count && x.values.len() >= AMX_ROWS * 2 * depth);
-    assert!(panel.weights.len() == depth * PANEL && panel.scales.len() * GROUP == panel.weights.len());
+    assert!(panel.weights.len() == depth * PANEL && panel.scales.len() == depth.div_ceil(GROUP) * PANEL);
     assert!(panel.sums.len() == panel.scales.len());
     let tile = &mut tile[..count];
     // SAFETY: promised by the caller; the lengths are checked above.
@@ -100,11 +100,6 @@ pub(super) unsafe fn tile(panel: Panel<'_>, x: TileRows<'_>, tile: &mut [[f32; P
             1..=4 => few_rows::<4>(panel, x, tile),
             5..=8 => few_rows::<8>(panel, x, tile),
             _ => many_rows(panel, x, tile),
-        }
-    }
-    for (out, &scale) in tile.iter_mut().zip(x.scales) {
-        for out in out {
-            *out *= scale;
         }
     }
 }
@@ -141,42 +136,46 @@ unsafe fn scale_and_surplus(panel: Panel<'_>, g: usize, half: usize) -> (__m512,
 #[target_feature(enable = "avx512f,avx512bw")]
 unsafe fn few_rows<const R: usize>(panel: Panel<'_>, x: TileRows<'_>, tile: &mut [[f32; PANEL]]) {
     let mut sums = Sums([[[0; PANEL]; 2]; AMX_ROWS]);
-    let mut out = [[_mm512_setzero_ps(); 2]; R];
-    for g in 0..x.depth / GROUP {
+    let mut out = [[_mm512_setzero_ps(); R]; 2];
+    for g in 0..x.depth.div_ceil(GROUP) {
         // SAFETY: promised by the caller; prefetches may point past the weights.
         unsafe {
-            let weights = panel.weights.as_ptr().add(g * GROUP_BYTES);
-            prefetch(weights);
+            asm!("tilezero tmm0", "tilezero tmm1", options(nostack, nomem));
+            for step in g * GROUP / STEP..((g + 1) * GROUP).min(x.depth) / STEP {
+                let weights = panel.weights.as_ptr().add(step * STEP_BYTES);
+                prefetch(weights);
+                asm!(
+                    "tileloadd tmm4, [{x} + {depth}*1]",
+                    "tileloadd tmm6, [{w} + {stride}*1]",
+                    "tdpbusd tmm0, tmm4, tmm6",
+                    "tileloadd tmm7, [{w} + {stride}*1 + 64]",
+                    "tdpbusd tmm1, tmm4, tmm7",
+                    w = in(reg) weights,
+                    x = in(reg) x.values.as_ptr().add(step * STEP),
+                    depth = in(reg) x.depth,
+                    stride = in(reg) 4 * PANEL,
+                    options(nostack, readonly),
+                );
+            }
             asm!(
-                "tilezero tmm0",
-                "tilezero tmm1",
-                "tileloadd tmm4, [{x} + {depth}*1]",
-                "tileloadd tmm6, [{w} + {stride}*1]",
-                "tdpbusd tmm0, tmm4, tmm6",
-                "tileloadd tmm7, [{w} + {stride}*1 + 64]",
-                "tdpbusd tmm1, tmm4, tmm7",
                 "tilestored [{sums} + {stride}*1], tmm0",
                 "tilestored [{sums} + {stride}*1 + 64], tmm1",
-                w = in(reg) weights,
-                x = in(reg) x.values.as_ptr().add(g * GROUP),
-                depth = in(reg) x.depth,
                 stride = in(reg) 4 * PANEL,
                 sums = in(reg) sums.0.as_mut_ptr(),
                 options(nostack),
             );
-            for half in 0..2 {
-                let (scale, surplus) = scale_and_surplus(panel, g, half * 16);
-                for r in 0..R {
-                    out[r][half] = _mm512_fmadd_ps(combine(&sums.0[r], half * 16, surplus), scale, out[r][half]);
+            for (half, out) in [0, 16].into_iter().zip(&mut out) {
+                let (scale, surplus) = scale_and_surplus(panel, g, half);
+                for (out, sums) in out.iter_mut().zip(&sums.0) {
+                    *out = _mm512_fmadd_ps(combine(sums, half, surplus), scale, *out);
                 }
             }
         }
     }
-    for (row, out) in tile.iter_mut().zip(out) {
-        // SAFETY: a tile row holds 32 values.
-        unsafe {
-            _mm512_storeu_ps(row.as_mut_ptr(), out[0]);
-            _mm512_storeu_ps(row.as_mut_ptr().add(16), out[1]);
+    for (half, out) in [0, 16].into_iter().zip(out) {
+        for (row, out) in tile.iter_mut().zip(out) {
+            // SAFETY: a tile row holds 32 values.
+            unsafe { _mm512_storeu_ps(row.as_mut_ptr().add(half), out) };
         }
     }
 }
@@ -188,34 +187,36 @@ unsafe fn few_rows<const R: usize>(panel: Panel<'_>, x: TileRows<'_>, tile: &mut
 #[target_feature(enable = "avx512f,avx512bw")]
 unsafe fn many_rows(panel: Panel<'_>, x: TileRows<'_>, tile: &mut [[f32; PANEL]]) {
     let mut sums = Sums([[[0; PANEL]; 2]; AMX_ROWS]);
-    tile.fill([0.0; PANEL]);
-    for g in 0..x.depth / GROUP {
+    for g in 0..x.depth.div_ceil(GROUP) {
         // SAFETY: promised by the caller; prefetches may point past the weights.
         unsafe {
-            let weights = panel.weights.as_ptr().add(g * GROUP_BYTES);
-            let values = x.values.as_ptr().add(g * GROUP);
-            prefetch(weights);
+            asm!("tilezero tmm0", "tilezero tmm1", "tilezero tmm2", "tilezero tmm3", options(nostack, nomem));
+            for step in g * GROUP / STEP..((g + 1) * GROUP).min(x.depth) / STEP {
+                let weights = panel.weights.as_ptr().add(step * STEP_BYTES);
+                let values = x.values.as_ptr().add(step * STEP);
+                prefetch(weights);
+                asm!(
+                    "tileloadd tmm6, [{w} + {stride}*1]",
+                    "tileloadd tmm4, [{x} + {depth}*1]",
+                    "tdpbusd tmm0, tmm4, tmm6",
+                    "tileloadd tmm7, [{w} + {stride}*1 + 64]",
+                    "tdpbusd tmm1, tmm4, tmm7",
+                    "tileloadd tmm5, [{y} + {depth}*1]",
+                    "tdpbusd tmm2, tmm5, tmm6",
+                    "tdpbusd tmm3, tmm5, tmm7",
+                    w = in(reg) weights,
+                    x = in(reg) values,
+                    y = in(reg) values.add(AMX_ROWS * x.depth),
+                    depth = in(reg) x.depth,
+                    stride = in(reg) 4 * PANEL,
+                    options(nostack, readonly),
+                );
+            }
             asm!(
-                "tilezero tmm0",
-                "tilezero tmm1",
-                "tilezero tmm2",
-                "tilezero tmm3",
-                "tileloadd tmm6, [{w} + {stride}*1]",
-                "tileloadd tmm4, [{x} + {depth}*1]",
-                "tdpbusd tmm0, tmm4, tmm6",
-                "tileloadd tmm7, [{w} + {stride}*1 + 64]",
-                "tdpbusd tmm1, tmm4, tmm7",
-                "tileloadd tmm5, [{y} + {depth}*1]",
-                "tdpbusd tmm2, tmm5, tmm6",
-                "tdpbusd tmm3, tmm5, tmm7",
                 "tilestored [{sums} + {stride}*1], tmm0",
                 "tilestored [{sums} + {stride}*1 + 64], tmm1",
                 "tilestored [{more} + {stride}*1], tmm2",
                 "tilestored [{more} + {stride}*1 + 64], tmm3",
-                w = in(reg) weights,
-                x = in(reg) values,
-                y = in(reg) values.add(AMX_ROWS * x.depth),
-                depth = in(reg) x.depth,
                 stride = in(reg) 4 * PANEL,
                 sums = in(reg) sums.0.as_mut_ptr(),
                 more = in(reg) sums.0.as_mut_ptr().add(AMX_ROWS / 2),
@@ -225,18 +226,19 @@ unsafe fn many_rows(panel: Panel<'_>, x: TileRows<'_>, tile: &mut [[f32; PANEL]]
                 let (scale, surplus) = scale_and_surplus(panel, g, half);
                 for (out, sums) in tile.iter_mut().zip(&sums.0) {
                     let out = out.as_mut_ptr().add(half);
-                    _mm512_storeu_ps(out, _mm512_fmadd_ps(combine(sums, half, surplus), scale, _mm512_loadu_ps(out)));
+                    let before = if g == 0 { _mm512_setzero_ps() } else { _mm512_loadu_ps(out) };
+                    _mm512_storeu_ps(out, _mm512_fmadd_ps(combine(sums, half, surplus), scale, before));
                 }
             }
         }
     }
 }
 
-/// Fetches the weights of a group a few groups ahead.
+/// Fetches the weights of a step a few steps ahead.
 #[inline]
 fn prefetch(weights: *const i8) {
-    for line in 0..GROUP_BYTES / 64 {
+    for line in 0..STEP_BYTES / 64 {
         // SAFETY: a prefetch does not fault.
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(weights.wrapping_add(AHEAD * GROUP_BYTES + line * 64)) };
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(weights.wrapping_add(AHEAD * STEP_BYTES + line * 64)) };
     }
 }

@@ -1,6 +1,6 @@
 //! Weights in eight bits: panels of 32 outputs, sums in integers.
 //!
-//! A weight is w ≈ s·q with q in −127 … 127 and one scale per output and group of 64 inputs. An activation row is rounded
+//! A weight is w ≈ s·q with q in −127 … 127 and one scale per output and group of 128 inputs. An activation row is rounded
 //! to 16 bits with one scale: activations have outliers, and eight bits for them would cost more accuracy than eight bits
 //! for the weights do. Products of a group are added in 32-bit integers, which is exact in any order, then scaled and
 //! added to the output group by group: y = s_x · Σ_g s_wg · (Σ_k q_x·q_w). So all kernels for processors with FMA give the
@@ -18,10 +18,13 @@ use crate::multiversion;
 use crate::rows::Rows;
 use crate::threads;
 
-/// Inputs that share a scale: one step of the AMX unit.
-pub(super) const GROUP: usize = 64;
-/// Bytes of one panel's weights per group.
-pub(super) const GROUP_BYTES: usize = GROUP * PANEL;
+/// Inputs that share a scale; the last group of a row may be shorter. The surplus of a group's sums, at most
+/// 128 · 65535 · 127, still fits 32 bits.
+pub(super) const GROUP: usize = 128;
+/// Inputs of one step of the AMX unit; rows are padded to whole steps.
+pub(super) const STEP: usize = 64;
+/// Bytes of one panel's weights per step.
+pub(super) const STEP_BYTES: usize = STEP * PANEL;
 /// Largest magnitude of a rounded activation: 127·256 + 127.
 const MOST: f32 = 32639.0;
 /// What makes it unsigned: 128·256 + 128.
@@ -87,6 +90,8 @@ pub(super) struct Int8Panels {
     scales: Aligned<f32>,
     /// Σ q of each group, `[panel][group][32]`
     sums: Aligned<i16>,
+    /// Inputs, padded to whole steps.
+    depth: usize,
     groups: usize,
     level: IntLevel,
 }
@@ -115,9 +120,8 @@ pub(super) struct Int8Rows {
 pub(super) struct TileRows<'a> {
     /// Bytes of the rows; see [`Int8Rows`].
     pub(super) values: &'a [u8],
-    /// One per row.
-    pub(super) scales: &'a [f32],
-    /// Inputs, padded to whole groups.
+    pub(super) count: usize,
+    /// Inputs, padded to whole steps.
     pub(super) depth: usize,
 }
 
@@ -132,6 +136,11 @@ impl Int8Rows {
         self.scales.len()
     }
 
+    /// What the outputs of a row are to be multiplied by.
+    pub(super) fn scale(&self, row: usize) -> f32 {
+        self.scales[row]
+    }
+
     /// Rows that the kernels take at a time.
     pub(super) fn tile_rows(&self) -> usize {
         if self.amx { AMX_ROWS } else { VNNI_ROWS }
@@ -141,13 +150,14 @@ impl Int8Rows {
 impl Int8Panels {
     /// Quantises and packs; `row(output)` gives an output's weights.
     pub(super) fn pack<'a>(inputs: usize, outputs: usize, row: impl Fn(usize) -> &'a [f32] + Sync) -> Self {
-        let groups = inputs.div_ceil(GROUP);
+        let depth = inputs.next_multiple_of(STEP);
+        let groups = depth.div_ceil(GROUP);
         let panels = outputs.div_ceil(PANEL);
-        let mut weights = Aligned::<i8>::zeros(panels * groups * GROUP_BYTES);
+        let mut weights = Aligned::<i8>::zeros(panels * depth * PANEL);
         let mut scales = Aligned::<f32>::zeros(panels * groups * PANEL);
         let mut sums = Aligned::<i16>::zeros(panels * groups * PANEL);
         let parts = weights
-            .par_chunks_mut(groups * GROUP_BYTES)
+            .par_chunks_mut(depth * PANEL)
             .zip(scales.par_chunks_mut(groups * PANEL))
             .zip(sums.par_chunks_mut(groups * PANEL));
         parts.enumerate().for_each(|(panel, ((weights, scales), sums))| {
@@ -159,12 +169,12 @@ impl Int8Panels {
                     for (k, &w) in part.iter().enumerate() {
                         let q = rounded(w, inverse) as i8;
                         sums[g * PANEL + lane] += i16::from(q);
-                        weights[g * GROUP_BYTES + k / 4 * 4 * PANEL + lane * 4 + k % 4] = q;
+                        weights[g * GROUP * PANEL + k / 4 * 4 * PANEL + lane * 4 + k % 4] = q;
                     }
                 }
             }
         });
-        Self { weights, scales, sums, groups, level: IntLevel::detect() }
+        Self { weights, scales, sums, depth, groups, level: IntLevel::detect() }
     }
 
     /// Bytes that the panels take.
@@ -181,7 +191,7 @@ impl Int8Panels {
     fn panel(&self, panel: usize) -> Panel<'_> {
         let span = panel * self.groups * PANEL..(panel + 1) * self.groups * PANEL;
         Panel {
-            weights: &self.weights[panel * self.groups * GROUP_BYTES..(panel + 1) * self.groups * GROUP_BYTES],
+            weights: &self.weights[panel * self.depth * PANEL..(panel + 1) * self.depth * PANEL],
             scales: &self.scales[span.clone()],
             sums: &self.sums[span],
         }
@@ -189,7 +199,7 @@ impl Int8Panels {
 
     /// Rounds activation rows to 16 bits.
     pub(super) fn quantise(&self, x: Rows<'_>) -> Int8Rows {
-        let depth = self.groups * GROUP;
+        let depth = self.depth;
         let mut values = Aligned::<u8>::zeros(x.count.next_multiple_of(AMX_ROWS) * 2 * depth);
         let mut scales = vec![0f32; x.count];
         let round = if self.level.splits_bytes() { round_split } else { round_pairs };
@@ -213,11 +223,10 @@ impl Int8Panels {
         Int8Rows { values, scales, amx: self.level == IntLevel::Amx && x.count >= AMX_FROM }
     }
 
-    /// Outputs of one panel for rows `first..first + count`, at most [`Int8Rows::tile_rows`] of them.
+    /// Outputs of one panel for rows `first..first + count`, at most [`Int8Rows::tile_rows`] of them, before the rows'
+    /// scales.
     pub(super) fn tile(&self, rows: &Int8Rows, panel: usize, first: usize, count: usize, tile: &mut [[f32; PANEL]]) {
-        let depth = self.groups * GROUP;
-        let x =
-            TileRows { values: &rows.values[first * 2 * depth..], scales: &rows.scales[first..first + count], depth };
+        let x = TileRows { values: &rows.values[first * 2 * self.depth..], count, depth: self.depth };
         let panel = self.panel(panel);
         match self.level {
             #[cfg(target_arch = "x86_64")]
@@ -291,10 +300,10 @@ multiversion! {
 }
 
 fn portable(panel: Panel<'_>, x: TileRows<'_>, tile: &mut [[f32; PANEL]]) {
-    for ((row, scale), out) in x.values.chunks_exact(2 * x.depth).zip(x.scales).zip(tile) {
+    for (row, out) in x.values.chunks_exact(2 * x.depth).zip(tile).take(x.count) {
         out.fill(0.0);
-        let groups = panel.weights.chunks_exact(GROUP_BYTES).zip(panel.scales.chunks_exact(PANEL));
-        for ((weights, scales), row) in groups.zip(row.chunks_exact(2 * GROUP)) {
+        let groups = panel.weights.chunks(GROUP * PANEL).zip(panel.scales.chunks_exact(PANEL));
+        for ((weights, scales), row) in groups.zip(row.chunks(2 * GROUP)) {
             let mut sums = [0i32; PANEL];
             for (weights, x) in weights.chunks_exact(4 * PANEL).zip(row.chunks_exact(8)) {
                 for (sum, w) in sums.iter_mut().zip(weights.chunks_exact(4)) {
@@ -307,7 +316,6 @@ fn portable(panel: Panel<'_>, x: TileRows<'_>, tile: &mut [[f32; PANEL]]) {
                 *out += sum as f32 * scale;
             }
         }
-        out.iter_mut().for_each(|out| *out *= scale);
     }
 }
 
@@ -318,11 +326,11 @@ mod x86 {
     use std::arch::x86_64::{
         _MM_HINT_T0, _mm_loadl_epi64, _mm_prefetch, _mm256_add_epi32, _mm256_broadcastq_epi64, _mm256_castsi256_si128,
         _mm256_cvtepi8_epi16, _mm256_cvtepi32_ps, _mm256_extracti128_si256, _mm256_fmadd_ps, _mm256_hadd_epi32,
-        _mm256_loadu_ps, _mm256_loadu_si256, _mm256_madd_epi16, _mm256_mul_ps, _mm256_permute4x64_epi64,
-        _mm256_set1_ps, _mm256_setzero_ps, _mm256_setzero_si256, _mm256_storeu_ps, _mm512_add_epi32,
-        _mm512_cvtepi16_epi32, _mm512_cvtepi32_ps, _mm512_dpbusd_epi32, _mm512_fmadd_ps, _mm512_loadu_ps,
-        _mm512_loadu_si512, _mm512_mul_ps, _mm512_mullo_epi32, _mm512_set1_epi32, _mm512_set1_ps, _mm512_setzero_ps,
-        _mm512_setzero_si512, _mm512_slli_epi32, _mm512_storeu_ps, _mm512_sub_epi32,
+        _mm256_loadu_ps, _mm256_loadu_si256, _mm256_madd_epi16, _mm256_permute4x64_epi64, _mm256_setzero_ps,
+        _mm256_setzero_si256, _mm256_storeu_ps, _mm512_add_epi32, _mm512_cvtepi16_epi32, _mm512_cvtepi32_ps,
+        _mm512_dpbusd_epi32, _mm512_fmadd_ps, _mm512_loadu_ps, _mm512_loadu_si512, _mm512_mullo_epi32,
+        _mm512_set1_epi32, _mm512_setzero_ps, _mm512_setzero_si512, _mm512_slli_epi32, _mm512_storeu_ps,
+        _mm512_sub_epi32,
     };
 
     use super::{GROUP, PANEL, Panel, SHIFT, TileRows, VNNI_ROWS};
@@ -331,16 +339,16 @@ mod x86 {
     const AHEAD: usize = 4096;
 
     fn check(panel: Panel<'_>, x: TileRows<'_>, tile: &[[f32; PANEL]]) {
-        assert!(panel.weights.len() == x.depth * PANEL && x.values.len() >= x.scales.len() * 2 * x.depth);
-        assert!(panel.scales.len() * GROUP == panel.weights.len() && panel.sums.len() == panel.scales.len());
-        assert!(tile.len() >= x.scales.len());
+        assert!(panel.weights.len() == x.depth * PANEL && x.values.len() >= x.count * 2 * x.depth);
+        assert!(panel.scales.len() == x.depth.div_ceil(GROUP) * PANEL && panel.sums.len() == panel.scales.len());
+        assert!(tile.len() >= x.count);
     }
 
     /// # Safety
     /// The processor has AVX-512 VNNI.
     pub(super) unsafe fn vnni(panel: Panel<'_>, x: TileRows<'_>, tile: &mut [[f32; PANEL]]) {
         check(panel, x, tile);
-        match x.scales.len() {
+        match x.count {
             // SAFETY: promised by the caller; the lengths are checked.
             1 => unsafe { vnni_rows::<1>(panel, x, tile) },
             // SAFETY: as above.
@@ -363,12 +371,12 @@ mod x86 {
         let mut weights = panel.weights.as_ptr();
         let mut values = x.values.as_ptr();
         let mut out = [[_mm512_setzero_ps(); 2]; R];
-        for g in 0..depth / GROUP {
-            // SAFETY: the lengths are checked by the caller: 32 scales and sums per group, 64·32 weights, R rows of 2·depth.
+        for g in 0..depth.div_ceil(GROUP) {
+            // SAFETY: the lengths are checked by the caller: 32 scales and sums per group, R rows of 2·depth.
             unsafe {
                 let zero = _mm512_setzero_si512();
                 let (mut high, mut low) = ([[zero; 2]; R], [[zero; 2]; R]);
-                for _ in 0..GROUP / 4 {
+                for _ in 0..GROUP.min(depth - g * GROUP) / 4 {
                     _mm_prefetch::<_MM_HINT_T0>(weights.wrapping_add(AHEAD));
                     _mm_prefetch::<_MM_HINT_T0>(weights.wrapping_add(AHEAD + 64));
                     let w = [_mm512_loadu_si512(weights.cast()), _mm512_loadu_si512(weights.add(64).cast())];
@@ -397,11 +405,11 @@ mod x86 {
                 }
             }
         }
-        for r in 0..R {
-            let scale = _mm512_set1_ps(x.scales[r]);
-            for half in 0..2 {
-                // SAFETY: a tile row holds 32 values.
-                unsafe { _mm512_storeu_ps(tile[r].as_mut_ptr().add(half * 16), _mm512_mul_ps(out[r][half], scale)) };
+        for (row, out) in tile.iter_mut().zip(out) {
+            // SAFETY: a tile row holds 32 values.
+            unsafe {
+                _mm512_storeu_ps(row.as_mut_ptr(), out[0]);
+                _mm512_storeu_ps(row.as_mut_ptr().add(16), out[1]);
             }
         }
     }
@@ -411,13 +419,13 @@ mod x86 {
     #[target_feature(enable = "avx2,fma")]
     pub(super) unsafe fn avx2(panel: Panel<'_>, x: TileRows<'_>, tile: &mut [[f32; PANEL]]) {
         check(panel, x, tile);
-        for (r, scale) in x.scales.iter().enumerate() {
+        for (r, row) in tile.iter_mut().enumerate().take(x.count) {
             for eighth in 0..PANEL / 8 {
                 let mut out = _mm256_setzero_ps();
-                for g in 0..x.depth / GROUP {
+                for g in 0..x.depth.div_ceil(GROUP) {
                     // Products of two neighbouring inputs are added by one instruction in 32 bits, which cannot overflow.
                     let mut sums = [_mm256_setzero_si256(); 2];
-                    for quad in g * GROUP / 4..(g + 1) * GROUP / 4 {
+                    for quad in g * GROUP / 4..((g + 1) * GROUP).min(x.depth) / 4 {
                         // SAFETY: the lengths are checked above.
                         unsafe {
                             let weights = panel.weights.as_ptr().add(quad * 4 * PANEL + eighth * 32);
@@ -436,9 +444,8 @@ mod x86 {
                     let scale = unsafe { _mm256_loadu_ps(panel.scales.as_ptr().add(g * PANEL + eighth * 8)) };
                     out = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum), scale, out);
                 }
-                let out = _mm256_mul_ps(out, _mm256_set1_ps(*scale));
                 // SAFETY: a tile row holds 32 values.
-                unsafe { _mm256_storeu_ps(tile[r].as_mut_ptr().add(eighth * 8), out) };
+                unsafe { _mm256_storeu_ps(row.as_mut_ptr().add(eighth * 8), out) };
             }
         }
     }

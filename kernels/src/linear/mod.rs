@@ -2,7 +2,9 @@
 //!
 //! * [`Linear::frozen`]: weights packed for this machine at load, used for everything that is not trained. On the CPU a
 //!   row of the output is computed in one fixed order of operations whatever the number of rows, of threads or the batch
-//!   around it, so verifying a block gives bit for bit what decoding token by token gives.
+//!   around it, so verifying a block gives bit for bit what decoding token by token gives. On a CUDA device the weight stays
+//!   `[out, in]` and the same holds for calls of up to [`INVARIANT_ROWS`] rows, which a kernel of our own computes; larger ones
+//!   go to cuBLAS.
 //! * [`Linear::trainable`]: the weight stays a candle tensor `[out, in]`, as in checkpoints, and takes part in autograd.
 
 mod aligned;
@@ -14,13 +16,18 @@ mod packed;
 
 use std::sync::Arc;
 
-use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, bail};
+#[cfg(feature = "cuda")]
+use candle_core::CudaStorage;
+use candle_core::{CpuStorage, CustomOp1, CustomOp2, DType, Layout, Result, Shape, Tensor, bail};
 
 pub(crate) use float::tile_f32;
 pub(crate) use packed::PANEL;
 pub use packed::{Packed, Precision};
 
 use crate::rows::Rows;
+
+/// Most rows for which a row's result on a CUDA device does not depend on the others in the call.
+pub const INVARIANT_ROWS: usize = 64;
 
 /// Name of the instruction set that eight-bit layers use on this machine.
 pub(crate) fn int8_level() -> &'static str {
@@ -35,7 +42,14 @@ pub enum Linear {
         /// Weights in the layout of the CPU kernel.
         weight: Arc<Packed>,
     },
-    /// Plain tensors with gradients (also the path of devices without packed kernels).
+    /// On a CUDA device, without gradient.
+    Device {
+        /// `[out, in]`, f32 or bf16.
+        weight: Tensor,
+        /// `[out]`, f32.
+        bias: Option<Tensor>,
+    },
+    /// Plain tensors with gradients (also the path of devices without kernels of ours).
     Dense {
         /// `[out, in]`
         weight: Tensor,
@@ -53,7 +67,16 @@ impl Linear {
         let first = weights[0];
         if !first.device().is_cpu() {
             let weight = Tensor::cat(weights, 0)?;
-            return Ok(Linear::Dense { weight, bias: bias.cloned() });
+            if !first.device().is_cuda() {
+                return Ok(Linear::Dense { weight, bias: bias.cloned() });
+            }
+            let stored = match precision {
+                Precision::F32 => DType::F32,
+                Precision::Bf16 => DType::BF16,
+                Precision::Q8 => bail!("eight-bit weights have no CUDA kernel; choose bf16 or f32"),
+            };
+            let bias = bias.map(|b| b.to_dtype(DType::F32)?.contiguous()).transpose()?;
+            return Ok(Linear::Device { weight: weight.to_dtype(stored)?.contiguous()?, bias });
         }
         let (_, inputs) = first.dims2()?;
         let mut rows = Vec::new();
@@ -85,7 +108,7 @@ impl Linear {
     pub fn outputs(&self) -> usize {
         match self {
             Linear::Frozen { weight } => weight.outputs(),
-            Linear::Dense { weight, .. } => weight.dims()[0],
+            Linear::Device { weight, .. } | Linear::Dense { weight, .. } => weight.dims()[0],
         }
     }
 
@@ -93,7 +116,9 @@ impl Linear {
     pub fn bytes(&self) -> usize {
         match self {
             Linear::Frozen { weight } => weight.bytes(),
-            Linear::Dense { weight, .. } => weight.elem_count() * weight.dtype().size_in_bytes(),
+            Linear::Device { weight, .. } | Linear::Dense { weight, .. } => {
+                weight.elem_count() * weight.dtype().size_in_bytes()
+            }
         }
     }
 
@@ -107,14 +132,60 @@ impl Linear {
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         match self {
             Linear::Frozen { weight } => x.apply_op1_no_bwd(&PackedForward { weight: weight.clone() }),
-            Linear::Dense { weight, bias } => {
-                let y = x.matmul(&weight.t()?)?;
-                match bias {
-                    Some(bias) => y.broadcast_add(bias),
-                    None => Ok(y),
-                }
+            Linear::Device { weight, bias } if x.dims2()?.0 <= INVARIANT_ROWS => {
+                x.apply_op2_no_bwd(weight, &FewRows { bias: bias.clone() })
             }
+            Linear::Device { weight, bias } => dense(&x.contiguous()?, &weight.to_dtype(DType::F32)?, bias.as_ref()),
+            Linear::Dense { weight, bias } => dense(x, weight, bias.as_ref()),
         }
+    }
+}
+
+fn dense(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+    let y = x.matmul(&weight.t()?)?;
+    match bias {
+        Some(bias) => y.broadcast_add(bias),
+        None => Ok(y),
+    }
+}
+
+/// The product with few rows on a CUDA device.
+#[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "the bias is read on the device"))]
+struct FewRows {
+    bias: Option<Tensor>,
+}
+
+impl CustomOp2 for FewRows {
+    fn name(&self) -> &'static str {
+        "few-rows-linear"
+    }
+
+    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
+        bail!("a linear layer made for a CUDA device got rows in host memory")
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(&self, x: &CudaStorage, xl: &Layout, w: &CudaStorage, wl: &Layout) -> Result<(CudaStorage, Shape)> {
+        use candle_core::backend::BackendStorage;
+
+        use crate::cuda::{Cuda, cuda_storage};
+        use crate::device::linear::{Stored, Weight, forward};
+
+        let cuda = Cuda::of(x);
+        let x = cuda.rows(self.name(), x, xl)?;
+        let (outputs, inputs) = wl.shape().dims2()?;
+        let (weight, stored) = match w.dtype() {
+            DType::BF16 => (cuda.start::<half::bf16>(w, wl)?, Stored::Bf16),
+            _ => (cuda.start::<f32>(w, wl)?, Stored::F32),
+        };
+        let bias = self.bias.as_ref().map(Tensor::storage_and_layout);
+        let bias = match &bias {
+            Some((storage, layout)) => Some(cuda.start::<f32>(cuda_storage(self.name(), storage)?, layout)?),
+            None => None,
+        };
+        let weight = Weight { address: *weight, stored, bias: bias.as_deref().copied().unwrap_or(0), inputs, outputs };
+        let y = forward(&cuda, &x, &weight)?;
+        Ok((cuda.storage(y), Shape::from((x.count, outputs))))
     }
 }
 
@@ -132,8 +203,7 @@ impl CustomOp1 for PackedForward {
         if x.cols != self.weight.inputs() {
             bail!("linear layer of {} inputs got rows of {}", self.weight.inputs(), x.cols);
         }
-        let mut y = vec![0f32; x.count * self.weight.outputs()];
-        self.weight.forward(x, &mut y);
+        let y = self.weight.forward_rows(x);
         Ok((CpuStorage::F32(y), Shape::from((x.count, self.weight.outputs()))))
     }
 }

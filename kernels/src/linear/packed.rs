@@ -31,7 +31,7 @@ pub enum Precision {
     F32,
     /// 2 bytes a weight (rounded to bfloat16), widened when loaded; arithmetic in f32.
     Bf16,
-    /// 1 byte a weight with a scale per output and 64 inputs. Activations are rounded to 16 bits per row, sums of a group
+    /// 1 byte a weight with a scale per output and 128 inputs. Activations are rounded to 16 bits per row, sums of a group
     /// are exact integers, scaled and added in f32.
     Q8,
 }
@@ -136,12 +136,27 @@ impl Packed {
 
     /// y = x Wᵀ + b for all rows of `x`; `y` is row-major `[rows, outputs]`.
     pub(crate) fn forward(&self, x: Rows<'_>, y: &mut [f32]) {
-        assert_eq!(x.cols, self.inputs, "input rows have the layer's width");
         assert_eq!(y.len(), x.count * self.outputs, "output holds all rows");
+        self.forward_into(x, y.as_mut_ptr());
+    }
+
+    /// As [`Self::forward`], into new memory.
+    pub(crate) fn forward_rows(&self, x: Rows<'_>) -> Vec<f32> {
+        let len = x.count * self.outputs;
+        let mut y = Vec::with_capacity(len);
+        self.forward_into(x, y.as_mut_ptr());
+        // SAFETY: every output of every row has been written.
+        unsafe { y.set_len(len) };
+        y
+    }
+
+    /// Writes all outputs of all rows to `y`, which has room for them.
+    fn forward_into(&self, x: Rows<'_>, y: *mut f32) {
+        assert_eq!(x.cols, self.inputs, "input rows have the layer's width");
         let panels = self.outputs.div_ceil(PANEL);
         let work = x.count * self.inputs * self.outputs;
         let shares = if work < 1 << 15 { 1 } else { threads::count().min(panels) };
-        let out = Out { data: y.as_mut_ptr(), stride: self.outputs };
+        let out = Out { data: y, stride: self.outputs };
         let kernel = self.kernel(x);
         threads::run(shares, |share| {
             let _tiles = kernel.configure();
@@ -173,17 +188,21 @@ impl Packed {
         let mut row = first;
         while row < last {
             let rows = kernel.tile_rows().min(last - row);
-            tile[..rows].fill([0.0; PANEL]);
             match kernel {
                 Kernel::F32 { data, x } => {
-                    tile_f32(self.level, &data[span.clone()], &tile_slices(x, row, rows)[..rows], &mut tile)
+                    tile[..rows].fill([0.0; PANEL]);
+                    tile_f32(self.level, &data[span.clone()], &tile_slices(x, row, rows)[..rows], &mut tile);
                 }
                 Kernel::Bf16 { data, x } => {
-                    tile_bf16(self.level, &data[span.clone()], &tile_slices(x, row, rows)[..rows], &mut tile)
+                    tile[..rows].fill([0.0; PANEL]);
+                    tile_bf16(self.level, &data[span.clone()], &tile_slices(x, row, rows)[..rows], &mut tile);
                 }
-                Kernel::Int8 { panels, rows: x, .. } => panels.tile(x, panel, row, rows, &mut tile),
+                Kernel::Int8 { panels, rows: x } => panels.tile(x, panel, row, rows, &mut tile),
             }
             for (i, values) in tile[..rows].iter_mut().enumerate() {
+                if let Kernel::Int8 { rows: x, .. } = kernel {
+                    scale(values, x.scale(row + i));
+                }
                 if let Some(bias) = &self.bias {
                     for (value, bias) in values.iter_mut().zip(&bias[column..column + width]) {
                         *value += bias;
@@ -226,6 +245,12 @@ impl Kernel<'_> {
 
     #[cfg(not(target_arch = "x86_64"))]
     fn configure(&self) {}
+}
+
+fn scale(values: &mut [f32; PANEL], factor: f32) {
+    for value in values {
+        *value *= factor;
+    }
 }
 
 fn tile_slices<'a>(x: &Rows<'a>, first: usize, rows: usize) -> [&'a [f32]; TILE_ROWS] {
@@ -281,12 +306,11 @@ mod tests {
         y
     }
 
-    /// A row rounded to multiples of its largest magnitude / `levels`.
+    /// A row rounded to multiples of its largest magnitude / `levels`, with the roundings of the kernels.
     fn rounded(row: &[f32], levels: f32) -> Vec<f64> {
-        let scale = row.iter().fold(0f32, |a, w| a.max(w.abs())) / levels;
-        row.iter()
-            .map(|w| if scale > 0.0 { f64::from((w / scale).round_ties_even()) * f64::from(scale) } else { 0.0 })
-            .collect()
+        let largest = row.iter().fold(0f32, |a, w| a.max(w.abs()));
+        let inverse = if largest > 0.0 { levels / largest } else { 0.0 };
+        row.iter().map(|w| f64::from((w * inverse).round_ties_even()) * f64::from(largest / levels)).collect()
     }
 
     /// The output of one row and one weight row in f64, with the rounding that the precision asks for.
@@ -299,7 +323,7 @@ mod tests {
                 dot(&mut x.iter().map(|&x| x.into()), &mut w.iter().map(|&w| bf16::from_f32(w).to_f32().into()))
             }
             Precision::Q8 => {
-                let w: Vec<f64> = w.chunks(64).flat_map(|group| rounded(group, 127.0)).collect();
+                let w: Vec<f64> = w.chunks(128).flat_map(|group| rounded(group, 127.0)).collect();
                 dot(&mut rounded(x, 32639.0).into_iter(), &mut w.into_iter())
             }
         }

@@ -54,7 +54,7 @@ impl MarkovHead {
     pub fn w2(&self) -> Option<&Tensor> {
         match &self.markov_w2 {
             Linear::Dense { weight, .. } => Some(weight),
-            Linear::Frozen { .. } => None,
+            Linear::Frozen { .. } | Linear::Device { .. } => None,
         }
     }
 }

@@ -88,7 +88,7 @@ impl Training {
             inverse_frequencies: config.body.rope.inverse_frequencies(config.body.head_dim),
             optimizer: Optimizer::new(ADAMW, &parameters),
             drafter: DSpark::new(config, embed_tokens.clone(), ParameterSource::Trainable(&parameters))?,
-            head: LossHead { packed: Arc::new(packed), weight: lm_head },
+            head: LossHead::new(&lm_head, Arc::new(packed), None)?,
             embed_tokens,
             parameters,
             shape,
@@ -135,7 +135,7 @@ impl Training {
             self.parameters.iter().map(|(name, var)| (name.to_owned(), var.as_tensor().clone())).collect();
         for (name, tensor) in [
             ("embed_tokens.weight", self.embed_tokens.clone()),
-            ("lm_head.weight", self.head.weight.clone()),
+            ("lm_head.weight", self.head.weight().clone()),
             ("input.tokens", ids(self.tokens.clone())?),
             ("input.anchors", ids(anchors)?),
             ("input.features", self.features.clone()),
@@ -173,6 +173,7 @@ fn draft_config(target: &TargetConfig, shape: &Shape) -> DraftConfig {
         markov_head_type: Some(MarkovHeadType::Vanilla),
         sample_from_anchor: true,
         sliding_window: None,
+        draft_vocab_size: None,
     }
 }
 
