@@ -8,6 +8,7 @@
 mod aligned;
 #[cfg(target_arch = "x86_64")]
 mod amx;
+mod dense;
 mod float;
 mod int8;
 mod packed;
@@ -16,6 +17,7 @@ use std::sync::Arc;
 
 use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, bail};
 
+pub(crate) use aligned::Aligned;
 pub(crate) use float::tile_f32;
 pub(crate) use packed::PANEL;
 pub use packed::{Packed, Precision};
@@ -108,7 +110,7 @@ impl Linear {
         match self {
             Linear::Frozen { weight } => x.apply_op1_no_bwd(&PackedForward { weight: weight.clone() }),
             Linear::Dense { weight, bias } => {
-                let y = x.matmul(&weight.t()?)?;
+                let y = if x.device().is_cpu() { dense::forward(x, weight)? } else { x.matmul(&weight.t()?)? };
                 match bias {
                     Some(bias) => y.broadcast_add(bias),
                     None => Ok(y),
