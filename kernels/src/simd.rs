@@ -175,6 +175,19 @@ pub(crate) fn exp(x: f32) -> f32 {
     if x < -87.3 { 0.0 } else { value }
 }
 
+/// Asks the memory for elements that will be needed soon.
+#[inline]
+pub(crate) fn prefetch(elements: &[f32]) {
+    #[cfg(target_arch = "x86_64")]
+    for line in elements.chunks(LANES) {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        // SAFETY: a hint without any effect on what memory holds, about an element of the slice.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(line.as_ptr().cast()) };
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = elements;
+}
+
 /// Exponentiates `row − shift` in place and returns the sum of the results.
 #[inline(always)]
 #[expect(clippy::inline_always, reason = "called inside multiversioned loops")]

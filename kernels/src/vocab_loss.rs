@@ -20,20 +20,20 @@ mod cuda;
 mod elementwise;
 mod targets;
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use candle_core::{CpuStorage, CustomOp3, Layout, Result, Shape, Storage, Tensor, bail};
-use rayon::prelude::*;
 
-use crate::linear::Packed;
+use crate::linear::{Aligned, Packed};
 use crate::matmul::{Matrix, matmul};
 use crate::rows::Rows;
+use crate::threads;
 use elementwise::{distance, gradient, kl_divergence, scale, softmax};
 use targets::{TargetDistributions, TargetRow};
 
 /// Most rows whose logits are held at a time, and the most bytes that those may take.
 const CHUNK_ROWS: usize = 256;
-const CHUNK_BYTES: usize = 32 << 20;
+const CHUNK_BYTES: usize = 48 << 20;
 /// Fewest rows of a chunk, so that a matrix product stays one.
 const MIN_CHUNK_ROWS: usize = 16;
 
@@ -143,7 +143,7 @@ struct Op {
 struct Buffers {
     hidden: Vec<f32>,
     latent: Vec<f32>,
-    logits: Vec<f32>,
+    logits: Aligned<f32>,
     dhidden: Vec<f32>,
     dlatent: Vec<f32>,
     targets: TargetDistributions,
@@ -285,12 +285,13 @@ impl CustomOp3 for Op {
             #[cfg(feature = "cuda")]
             on_device: None,
         };
-        let chunk_rows = chunk_rows(vocab);
+        // Chunks of even size.
+        let chunk_rows = order.len().div_ceil(order.len().div_ceil(chunk_rows(vocab)).max(1)).max(1);
         let most = chunk_rows.min(order.len());
         let mut buffers = Buffers {
             hidden: Vec::with_capacity(most * width),
             latent: Vec::with_capacity(most * rank),
-            logits: vec![0.0; most * vocab],
+            logits: Aligned::zeros(most * vocab),
             dhidden: vec![0.0; most * width],
             dlatent: vec![0.0; most * rank],
             targets: TargetDistributions::default(),
@@ -315,12 +316,10 @@ impl CustomOp3 for Op {
                 matmul(Matrix::new(m, count, rank), Matrix::new(w2_data, vocab, rank).t(), logits, true);
             }
             let targets = &*targets;
-            let terms: Vec<RowTerms> = logits
-                .par_chunks_exact_mut(vocab)
-                .zip(&rows)
-                .enumerate()
-                .map(|(i, (logits, row))| self.row(row, logits, targets.row(i)))
-                .collect();
+            let terms: Vec<OnceLock<RowTerms>> = vec![OnceLock::new(); count];
+            threads::for_each_chunk(logits, vocab, true, |i, logits| {
+                terms[i].get_or_init(|| self.row(&rows[i], logits, targets.row(i)));
+            });
             let gradient = Matrix::new(logits, count, vocab);
             matmul(gradient, Matrix::new(head_weight, vocab, width), dhidden, false);
             if rank > 0 {
@@ -328,7 +327,7 @@ impl CustomOp3 for Op {
                 matmul(gradient.t(), Matrix::new(m, count, rank), &mut state.w2, true);
             }
             for (i, (row, &index)) in rows.iter().zip(chunk).enumerate() {
-                let t = terms[i];
+                let t = *terms[i].get().expect("every row was worked through");
                 loss += f64::from(row.ce) * f64::from(t.ce)
                     + f64::from(row.tv) * f64::from(t.tv)
                     + f64::from(row.kl) * f64::from(t.kl);

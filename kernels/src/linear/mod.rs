@@ -10,6 +10,7 @@
 mod aligned;
 #[cfg(target_arch = "x86_64")]
 mod amx;
+mod dense;
 mod float;
 mod int8;
 mod packed;
@@ -20,6 +21,7 @@ use std::sync::Arc;
 use candle_core::CudaStorage;
 use candle_core::{CpuStorage, CustomOp1, CustomOp2, DType, Layout, Result, Shape, Tensor, bail};
 
+pub(crate) use aligned::Aligned;
 pub(crate) use float::tile_f32;
 pub(crate) use packed::PANEL;
 pub use packed::{Packed, Precision};
@@ -135,14 +137,16 @@ impl Linear {
             Linear::Device { weight, bias } if x.dims2()?.0 <= INVARIANT_ROWS => {
                 x.apply_op2_no_bwd(weight, &FewRows { bias: bias.clone() })
             }
-            Linear::Device { weight, bias } => dense(&x.contiguous()?, &weight.to_dtype(DType::F32)?, bias.as_ref()),
-            Linear::Dense { weight, bias } => dense(x, weight, bias.as_ref()),
+            Linear::Device { weight, bias } => {
+                with_bias(&x.contiguous()?, &weight.to_dtype(DType::F32)?, bias.as_ref())
+            }
+            Linear::Dense { weight, bias } => with_bias(x, weight, bias.as_ref()),
         }
     }
 }
 
-fn dense(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
-    let y = x.matmul(&weight.t()?)?;
+fn with_bias(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+    let y = if x.device().is_cpu() { dense::forward(x, weight)? } else { x.matmul(&weight.t()?)? };
     match bias {
         Some(bias) => y.broadcast_add(bias),
         None => Ok(y),

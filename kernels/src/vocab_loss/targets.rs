@@ -6,6 +6,7 @@ use rayon::prelude::*;
 use super::elementwise::{softmax, total};
 use super::{LossRow, VocabLoss, chunk_rows};
 use crate::rows::Rows;
+use crate::threads;
 
 /// Positions whose logits over the whole vocabulary are held at a time where only a part of them is kept: one pass of the
 /// packed product over its weights.
@@ -131,7 +132,7 @@ impl Kept {
 }
 
 fn softmax_rows(rows: &mut [f32], vocab: usize) {
-    rows.par_chunks_exact_mut(vocab).for_each(|row| {
+    threads::for_each_chunk(rows, vocab, true, |_, row| {
         softmax(row);
     });
 }
