@@ -102,7 +102,9 @@ fn log_probabilities(target: &Target, ids: &[u32]) -> Vec<Vec<f32>> {
         let largest = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
         let total: f64 = row.iter().map(|v| f64::from(v - largest).exp()).sum();
         let shift = largest + total.ln() as f32;
-        row.iter_mut().for_each(|v| *v -= shift);
+        for v in row.iter_mut() {
+            *v -= shift;
+        }
     }
     rows
 }

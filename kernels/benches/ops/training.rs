@@ -21,7 +21,7 @@ pub(crate) fn run(bench: &mut Bench<'_>) {
     let latent = Var::from_tensor(&random(3, ROWS, RANK)).unwrap();
     let w2 = Var::from_tensor(&random(4, VOCAB, RANK)).unwrap();
     let target_hidden = random(5, POSITIONS, HIDDEN);
-    let row = |row: usize| LossRow { row, target: row % POSITIONS, label: row as u32, ce: 0.1, tv: 0.9, kl: 0.0 };
+    let row = |row: usize| LossRow { row, target: row % POSITIONS, label: Some(row as u32), ce: 0.1, tv: 0.9, kl: 0.0 };
     let loss = VocabLoss {
         target_head: lm_head.clone(),
         draft_head: lm_head,
