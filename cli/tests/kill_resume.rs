@@ -72,6 +72,7 @@ fn stage(name: &str, model: &Path, prompts: &Path, run: &Path) -> Command {
         "draft.target_layer_ids=[0,2,4]".into(),
         "draft.mask_token_id=6".into(),
         "draft.markov_rank=8".into(),
+        "draft.vocab_size=256".into(),
         "train.steps=63".into(),
         "train.batch_size=4".into(),
         "train.micro_batch_size=2".into(),
