@@ -120,6 +120,7 @@ impl Bench {
             "eval.max_new_tokens=24",
             "eval.temperatures=[0.0, 0.8]",
             "eval.adaptive=false",
+            "eval.proposers=[\"plain\", \"ngram\", \"draft\"]",
         ];
         let overrides: Vec<String> = fixed.into_iter().chain(overrides.iter().copied()).map(str::to_owned).collect();
         Recipe::open("quickstart", &overrides).unwrap()

@@ -150,6 +150,7 @@ impl Bench {
 
     fn recipe(overrides: &[&str]) -> Recipe {
         let fixed = [
+            "draft.vocab_size=none",
             "draft.target_layer_ids=[0, 2, 4]",
             "draft.mask_token_id=319",
             "draft.markov_rank=8",
