@@ -242,7 +242,9 @@ fn a_run_with_fixed_costs_can_be_repeated() {
             .enumerate()
             .map(|(i, p)| request(i as u64, p, 60))
             .collect();
-        all.iter_mut().for_each(|request| request.sampling.temperature = 0.7);
+        for request in &mut all {
+            request.sampling.temperature = 0.7;
+        }
         let finished = engine.run(all, |_| Ok(())).unwrap();
         finished.into_iter().map(|done| (done.output, done.rounds)).collect::<Vec<_>>()
     };
@@ -265,7 +267,7 @@ fn choosing_lengths_keeps_the_distribution() {
         };
         (0..ANSWERS).map(one).collect()
     };
-    let counts = |mut engine: Engine<'_>, seed: u64| -> (BTreeMap<Vec<u32>, f64>, BTreeSet<(usize, usize)>) {
+    let counts = |mut engine: Engine<'_>, seed: u64| -> (Counts, BTreeSet<(usize, usize)>) {
         let (mut counts, mut lengths) = (BTreeMap::new(), BTreeSet::new());
         for done in engine.run(requests(seed), |_| Ok(())).unwrap() {
             *counts.entry(done.output[..4].to_vec()).or_insert(0.0) += 1.0;
@@ -294,7 +296,10 @@ fn choosing_lengths_keeps_the_distribution() {
     }
 }
 
-fn two_sample_score(left: &BTreeMap<Vec<u32>, f64>, right: &BTreeMap<Vec<u32>, f64>) -> f64 {
+/// How often each answer was given.
+type Counts = BTreeMap<Vec<u32>, f64>;
+
+fn two_sample_score(left: &Counts, right: &Counts) -> f64 {
     let keys: BTreeSet<&Vec<u32>> = left.keys().chain(right.keys()).collect();
     let (mut cells, mut pool) = (Vec::new(), (0.0, 0.0));
     for key in keys {
