@@ -18,6 +18,9 @@ const FIRST_DRAFT: (f64, f64) = (0.15, 0.02);
 const RATE: f64 = 0.1;
 /// Slots drafted beyond the length that pays on average: confidences may ask for more.
 const SPARE_SLOTS: usize = 1;
+/// Tokens per plain step that a drafter has to promise: a little more than plain decoding, since an estimate that wavers
+/// around 1 would be followed when it is too high.
+const WORTHWHILE: f64 = 1.03;
 
 /// A cost that is linear in a count.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -113,7 +116,7 @@ impl Adaptive {
         let expected = outlook.acceptance(0, most);
         let cost = |length: usize| self.round_cost(load, self.draft.at(length as f64), length);
         let usual = best_length(&expected, cost).0 + SPARE_SLOTS;
-        match request.decide(0, promise > 1.0) {
+        match request.decide(0, promise > WORTHWHILE) {
             Use::Take => DraftPlan { slots: usual.min(most), is_probe: false, is_fallback: false },
             Use::Probe => DraftPlan { slots: most, is_probe: true, is_fallback: false },
             Use::Leave => DraftPlan { slots: 0, is_probe: false, is_fallback: true },
