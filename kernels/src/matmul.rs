@@ -13,7 +13,7 @@ use std::ops::Range;
 use crate::linear::{Aligned, PANEL, tile_f32};
 use crate::multiversion;
 use crate::simd::{Level, level, prefetch};
-use crate::threads;
+use crate::threads::{self, Shared};
 use transpose::transpose;
 
 /// Most steps of k per block.
@@ -130,7 +130,7 @@ fn product(level: Level, a: Matrix<'_>, b: Matrix<'_>, out: &mut [f32], add: boo
         threads::for_each_chunk(&mut parts, out.len(), true, |i, part| {
             let ks = (i * chain).min(a.cols)..((i + 1) * chain).min(a.cols);
             let grid = Grid::new(a.rows, b.cols, 1);
-            let part = Out { data: part.as_mut_ptr(), stride: b.cols };
+            let part = Out { data: Shared::new(part.as_mut_ptr()), stride: b.cols };
             (0..grid.blocks()).for_each(|index| block(level, a, b, &ks, grid.block(index), false, &part));
         });
         if !add {
@@ -141,7 +141,7 @@ fn product(level: Level, a: Matrix<'_>, b: Matrix<'_>, out: &mut [f32], add: boo
     }
     let threads = if a.rows * a.cols * b.cols < SERIAL_WORK { 1 } else { threads::count() };
     let grid = Grid::new(a.rows, b.cols, threads);
-    let out = Out { data: out.as_mut_ptr(), stride: b.cols };
+    let out = Out { data: Shared::new(out.as_mut_ptr()), stride: b.cols };
     threads::run(grid.blocks(), |index| block(level, a, b, &(0..a.cols), grid.block(index), add, &out));
 }
 
@@ -279,12 +279,9 @@ multiversion! {
 
 /// C, of which threads read and write disjoint blocks.
 struct Out {
-    data: *mut f32,
+    data: Shared<f32>,
     stride: usize,
 }
-
-// SAFETY: different threads are given different blocks.
-unsafe impl Sync for Out {}
 
 impl Out {
     /// `len` elements from (row, col) on.
@@ -293,7 +290,7 @@ impl Out {
     /// They lie inside the matrix, and nothing else reads or writes them while the slice lives.
     unsafe fn part<'a>(&self, (row, col): (usize, usize), len: usize) -> &'a mut [f32] {
         // SAFETY: promised by the caller.
-        unsafe { std::slice::from_raw_parts_mut(self.data.add(row * self.stride + col), len) }
+        unsafe { self.data.part(row * self.stride + col, len) }
     }
 }
 
@@ -365,7 +362,7 @@ mod tests {
             for threads in [1, 2, 3, 7] {
                 let mut out = vec![0f32; rows * cols];
                 let grid = Grid::new(rows, cols, threads);
-                let target = Out { data: out.as_mut_ptr(), stride: cols };
+                let target = Out { data: Shared::new(out.as_mut_ptr()), stride: cols };
                 (0..grid.blocks()).for_each(|i| block(level(), a, b, &(0..depth), grid.block(i), false, &target));
                 assert!(out == whole, "{rows} x {depth} x {cols} on {threads} threads");
             }

@@ -43,6 +43,37 @@ pub(crate) fn for_each_chunk(data: &mut [f32], chunk: usize, parallel: bool, f: 
     });
 }
 
+/// Memory that the shares of one job write disjoint parts of.
+pub(crate) struct Shared<T>(*mut T);
+
+// SAFETY: the methods ask their callers for disjoint parts, and the elements may be written by any thread.
+unsafe impl<T: Send> Sync for Shared<T> {}
+
+impl<T: Copy> Shared<T> {
+    /// The memory from `first` on; it need not be initialised.
+    pub(crate) fn new(first: *mut T) -> Self {
+        Self(first)
+    }
+
+    /// Writes values from element `at` on.
+    ///
+    /// # Safety
+    /// They lie inside the memory, and nothing else reads or writes them at the same time.
+    pub(crate) unsafe fn write(&self, at: usize, values: &[T]) {
+        // SAFETY: promised by the caller.
+        unsafe { std::ptr::copy_nonoverlapping(values.as_ptr(), self.0.add(at), values.len()) };
+    }
+
+    /// `len` elements from `at` on.
+    ///
+    /// # Safety
+    /// They are initialised and lie inside the memory, and nothing else reads or writes them while the slice lives.
+    pub(crate) unsafe fn part<'a>(&self, at: usize, len: usize) -> &'a mut [T] {
+        // SAFETY: promised by the caller.
+        unsafe { std::slice::from_raw_parts_mut(self.0.add(at), len) }
+    }
+}
+
 /// Threads that work on a job, the caller included.
 pub(crate) fn count() -> usize {
     pool().workers + 1

@@ -6,6 +6,7 @@
 use candle_core::{DType, Device, Tensor};
 use deepspec_models::config::TargetConfig;
 use deepspec_models::linear::Precision;
+use deepspec_models::speculate::argmax_first;
 use deepspec_models::target::{NewTokens, Target};
 use deepspec_models::weights::Weights;
 use deepspec_stages::model_source::{ModelSourceConfig, load_text_side, resolve};
@@ -76,20 +77,10 @@ impl Sums {
         for ((row, exact), &next) in log_p.iter().zip(reference).zip(&ids[1..]) {
             self.nll -= f64::from(row[next as usize]);
             self.kl += exact.iter().zip(row).map(|(e, r)| f64::from(e.exp()) * f64::from(e - r)).sum::<f64>();
-            self.agree += usize::from(first_maximum(row) == first_maximum(exact));
+            self.agree += usize::from(argmax_first(row).unwrap() == argmax_first(exact).unwrap());
             self.n += 1;
         }
     }
-}
-
-fn first_maximum(row: &[f32]) -> usize {
-    let mut best = 0;
-    for (i, value) in row.iter().enumerate() {
-        if *value > row[best] {
-            best = i;
-        }
-    }
-    best
 }
 
 fn log_probabilities(target: &Target, ids: &[u32]) -> Vec<Vec<f32>> {

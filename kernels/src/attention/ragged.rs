@@ -20,7 +20,7 @@ use crate::linear::{PANEL, tile_f32};
 use crate::multiversion;
 use crate::rows::Rows;
 use crate::simd::{exp, level, max, sum};
-use crate::threads;
+use crate::threads::{self, Shared};
 #[cfg(feature = "cuda")]
 use crate::{cuda::Cuda, device::attention as device};
 
@@ -247,21 +247,6 @@ thread_local! {
     static SCRATCH: RefCell<Scratch> = RefCell::default();
 }
 
-/// Output that tasks write disjoint parts of.
-struct Out(*mut f32);
-// SAFETY: `store` is only called with disjoint destinations.
-unsafe impl Sync for Out {}
-impl Out {
-    /// # Safety
-    /// The destination lies inside the output, and no other task writes it.
-    unsafe fn store(&self, at: usize, values: impl ExactSizeIterator<Item = f32>) {
-        for (i, value) in values.enumerate() {
-            // SAFETY: promised by the caller.
-            unsafe { self.0.add(at + i).write(value) };
-        }
-    }
-}
-
 impl RaggedAttention {
     fn tasks(&self) -> Vec<Task> {
         let rows_per_task = (TASK_VECTORS / self.heads.group()).max(1);
@@ -280,7 +265,7 @@ impl RaggedAttention {
         tasks
     }
 
-    fn run(&self, task: &Task, q: Rows<'_>, keys: &[f32], values: &[f32], scratch: &mut Scratch, out: &Out) {
+    fn run(&self, task: &Task, q: Rows<'_>, keys: &[f32], values: &[f32], scratch: &mut Scratch, out: &Shared<f32>) {
         let HeadLayout { heads, head_dim, .. } = self.heads;
         let group = self.heads.group();
         let level = level();
@@ -332,9 +317,12 @@ impl RaggedAttention {
                 if totals[i] > 0.0 || totals[i].is_nan() {
                     let (row, column) = place(i);
                     let width = PANEL.min(head_dim - part * PANEL);
+                    for y in &mut tile[..width] {
+                        *y /= totals[i];
+                    }
                     let at = row * heads * head_dim + column + part * PANEL;
                     // SAFETY: the place is inside the row, and this task alone has this row and head.
-                    unsafe { out.store(at, tile[..width].iter().map(|y| y / totals[i])) };
+                    unsafe { out.write(at, &tile[..width]) };
                 }
             }
         }
@@ -378,7 +366,7 @@ impl CustomOp3 for RaggedAttention {
         self.check_segments(vl.shape().elem_count(), Side::Values)?;
         let (k, v) = (&k.as_slice::<f32>()?[kl.start_offset()..], &v.as_slice::<f32>()?[vl.start_offset()..]);
         let mut y = vec![0f32; rows * heads * head_dim];
-        let out = Out(y.as_mut_ptr());
+        let out = Shared::new(y.as_mut_ptr());
         let tasks = self.tasks();
         let run = |task: &Task| SCRATCH.with_borrow_mut(|scratch| self.run(task, q, k, v, scratch, &out));
         let work: usize = tasks.iter().flat_map(|task| &task.keys).map(Range::len).sum::<usize>() * head_dim;

@@ -16,7 +16,7 @@ use super::aligned::Aligned;
 use super::packed::PANEL;
 use crate::multiversion;
 use crate::rows::Rows;
-use crate::threads;
+use crate::threads::{self, Shared};
 
 /// Inputs that share a scale; the last group of a row may be shorter. The surplus of a group's sums, at most
 /// 128 · 65535 · 127, still fits 32 bits.
@@ -208,14 +208,14 @@ impl Int8Panels {
                 *scale = round(x.row(i), values);
             }
         } else {
-            let (out, out_scales) = (Shared(values.as_mut_ptr()), Shared(scales.as_mut_ptr()));
+            let (out, out_scales) = (Shared::new(values.as_mut_ptr()), Shared::new(scales.as_mut_ptr()));
             let shares = threads::count();
             threads::run(shares, |share| {
                 for i in x.count * share / shares..x.count * (share + 1) / shares {
                     // SAFETY: rows lie inside the arrays, and each is written by exactly one share.
                     unsafe {
-                        let values = std::slice::from_raw_parts_mut(out.get().add(i * 2 * depth), 2 * depth);
-                        *out_scales.get().add(i) = round(x.row(i), values);
+                        let scale = round(x.row(i), out.part(i * 2 * depth, 2 * depth));
+                        out_scales.write(i, &[scale]);
                     }
                 }
             });
@@ -240,16 +240,6 @@ impl Int8Panels {
             IntLevel::Avx2 => unsafe { x86::avx2(panel, x, tile) },
             _ => portable(panel, x, tile),
         }
-    }
-}
-
-/// A pointer that shares of one job write disjoint parts through.
-struct Shared<T>(*mut T);
-// SAFETY: users write disjoint parts.
-unsafe impl<T> Sync for Shared<T> {}
-impl<T> Shared<T> {
-    fn get(&self) -> *mut T {
-        self.0
     }
 }
 

@@ -13,7 +13,7 @@ use super::float::{tile_bf16, tile_f32};
 use super::int8::{Int8Panels, Int8Rows};
 use crate::rows::Rows;
 use crate::simd::{Level, level};
-use crate::threads;
+use crate::threads::{self, Shared};
 
 /// Outputs per panel.
 pub(crate) const PANEL: usize = 32;
@@ -156,7 +156,7 @@ impl Packed {
         let panels = self.outputs.div_ceil(PANEL);
         let work = x.count * self.inputs * self.outputs;
         let shares = if work < 1 << 15 { 1 } else { threads::count().min(panels) };
-        let out = Out { data: y, stride: self.outputs };
+        let out = Shared::new(y);
         let kernel = self.kernel(x);
         threads::run(shares, |share| {
             let _tiles = kernel.configure();
@@ -180,7 +180,7 @@ impl Packed {
         }
     }
 
-    fn panel_rows(&self, kernel: &Kernel<'_>, panel: usize, first: usize, last: usize, out: &Out) {
+    fn panel_rows(&self, kernel: &Kernel<'_>, panel: usize, first: usize, last: usize, out: &Shared<f32>) {
         let column = panel * PANEL;
         let width = PANEL.min(self.outputs - column);
         let span = panel * self.inputs * PANEL..(panel + 1) * self.inputs * PANEL;
@@ -209,7 +209,7 @@ impl Packed {
                     }
                 }
                 // SAFETY: rows and columns are in range, and each (row, panel) pair is written by exactly one thread.
-                unsafe { out.store(row + i, column, &values[..width]) };
+                unsafe { out.write((row + i) * self.outputs + column, &values[..width]) };
             }
             row += rows;
         }
@@ -255,26 +255,6 @@ fn scale(values: &mut [f32; PANEL], factor: f32) {
 
 fn tile_slices<'a>(x: &Rows<'a>, first: usize, rows: usize) -> [&'a [f32]; TILE_ROWS] {
     std::array::from_fn(|i| if i < rows { x.row(first + i) } else { &[] as &[f32] })
-}
-
-/// Output matrix that threads write disjoint columns of.
-struct Out {
-    data: *mut f32,
-    stride: usize,
-}
-
-// SAFETY: `store` is only called with disjoint destinations by different threads.
-unsafe impl Sync for Out {}
-
-impl Out {
-    /// # Safety
-    /// The destination must lie inside the matrix and be written by no other thread at the same time.
-    unsafe fn store(&self, row: usize, column: usize, values: &[f32]) {
-        // SAFETY: promised by the caller.
-        unsafe {
-            std::ptr::copy_nonoverlapping(values.as_ptr(), self.data.add(row * self.stride + column), values.len());
-        }
-    }
 }
 
 #[cfg(test)]
