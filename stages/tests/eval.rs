@@ -2,13 +2,13 @@
 #![expect(clippy::disallowed_methods, reason = "tests read the environment to find golden data")]
 #![expect(clippy::unwrap_used, reason = "helpers of tests fail as tests do")]
 
+mod common;
+
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
 use candle_core::{DType, Device};
-use deepspec_datasets::chat_template::ChatTemplate;
 use deepspec_datasets::renderer::Renderer;
-use deepspec_datasets::tokenizer::{GgufVocabulary, Tokenizer};
 use deepspec_models::config::{DraftConfig, TargetConfig};
 use deepspec_models::draft::{DSpark, ParameterSource};
 use deepspec_models::linear::Precision;
@@ -24,6 +24,8 @@ use deepspec_stages::progress::{Context, Event, Interrupt, Reporter};
 use deepspec_stages::recipe::Recipe;
 use deepspec_stages::run_dir::{Provenance, read_journal};
 use deepspec_stages::{Error, Result};
+
+use common::byte_renderer;
 
 const TEMPLATE: &str = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}\
                         {% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
@@ -56,23 +58,7 @@ fn drafter(name: &str) -> DSpark {
 
 /// Bytes as tokens 0 to 255, then the control tokens of ChatML.
 fn renderer() -> Renderer {
-    let printable: Vec<u32> = (0x21..=0x7e).chain(0xa1..=0xac).chain(0xae..=0xff).collect();
-    let mut free = 0x100..;
-    let character = |byte: u32| if printable.contains(&byte) { byte } else { free.next().unwrap() };
-    let mut tokens: Vec<String> = (0..=255).map(character).map(|c| char::from_u32(c).unwrap().to_string()).collect();
-    let mut token_types = vec![1; tokens.len()];
-    tokens.extend(["<|im_start|>", "<|im_end|>"].map(str::to_owned));
-    token_types.extend([3, 3]);
-    let vocabulary = GgufVocabulary {
-        model: "gpt2".into(),
-        pre: "gpt-2".into(),
-        tokens,
-        token_types,
-        merges: Vec::new(),
-        add_bos: false,
-    };
-    let template = ChatTemplate::new(TEMPLATE, "", "<|im_end|>").unwrap();
-    Renderer::new(template, Tokenizer::from_gguf_parts(vocabulary).unwrap(), &[]).unwrap()
+    byte_renderer(TEMPLATE, &["<|im_start|>", "<|im_end|>"], "<|im_end|>", &[])
 }
 
 /// Keeps notes and warnings; asks for a stop after a number of measured answers.

@@ -3,16 +3,16 @@
 #![expect(clippy::disallowed_methods, reason = "tests read the environment to find golden and shared data")]
 #![expect(clippy::unwrap_used, reason = "a failed step fails the test; clippy knows only `#[test]` functions as tests")]
 
+mod common;
+
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use candle_core::{DType, Device};
-use deepspec_datasets::chat_template::ChatTemplate;
 use deepspec_datasets::conversation::{Message, Role};
 use deepspec_datasets::renderer::Renderer;
 use deepspec_datasets::target_cache::{Reader, check};
-use deepspec_datasets::tokenizer::{GgufVocabulary, Tokenizer};
 use deepspec_models::config::TargetConfig;
 use deepspec_models::linear::Precision;
 use deepspec_models::target::{NewTokens, Target};
@@ -25,6 +25,8 @@ use deepspec_stages::{Error, Fault, Result};
 use half::bf16;
 use serde_json::Value;
 use tempfile::TempDir;
+
+use common::byte_renderer;
 
 const FINGERPRINT: &str = "0123456789abcdef";
 const TEMPLATE: &str = "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n\
@@ -44,24 +46,8 @@ fn target() -> Target {
 
 /// One token per byte and three control tokens; 40 rare bytes end an answer as well, so that some answers end early.
 fn renderer() -> Renderer {
-    let printable: Vec<u32> = (0x21..=0x7e).chain(0xa1..=0xac).chain(0xae..=0xff).collect();
-    let mut free = 0x100..;
-    let character = |byte: u32| if printable.contains(&byte) { byte } else { free.next().unwrap() };
-    let mut tokens: Vec<String> = (0..=255).map(character).map(|c| char::from_u32(c).unwrap().to_string()).collect();
-    let mut token_types = vec![1; 256];
-    tokens.extend(["<|endoftext|>", "<|im_start|>", "<|im_end|>"].map(str::to_owned));
-    token_types.resize(tokens.len(), 3);
-    let vocabulary = GgufVocabulary {
-        model: "gpt2".into(),
-        pre: "gpt-2".into(),
-        tokens,
-        token_types,
-        merges: Vec::new(),
-        add_bos: false,
-    };
-    let template = ChatTemplate::new(TEMPLATE, "", "<|endoftext|>").unwrap();
     let stop_ids: Vec<u32> = (0xd8..=0xff).collect();
-    Renderer::new(template, Tokenizer::from_gguf_parts(vocabulary).unwrap(), &stop_ids).unwrap()
+    byte_renderer(TEMPLATE, &["<|endoftext|>", "<|im_start|>", "<|im_end|>"], "<|endoftext|>", &stop_ids)
 }
 
 const ROWS: &str = r#"{"prompt": "Hi", "id": "first", "domain": "chat"}

@@ -2,14 +2,13 @@
 //! what checkpoints bring back, what is refused.
 #![expect(clippy::disallowed_methods, clippy::unwrap_used, reason = "helpers of tests fail as tests do")]
 
+mod common;
+
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
 use candle_core::{DType, Device};
-use deepspec_datasets::chat_template::ChatTemplate;
-use deepspec_datasets::renderer::Renderer;
 use deepspec_datasets::target_cache::{CacheMeta, Plan, Reader, Sample, StorageMode, Writer};
-use deepspec_datasets::tokenizer::{GgufVocabulary, Tokenizer};
 use deepspec_models::config::{DraftConfig, TargetConfig};
 use deepspec_models::draft::DraftVocabulary;
 use deepspec_models::linear::Precision as Packing;
@@ -28,6 +27,8 @@ use half::bf16;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
+use common::byte_renderer;
+
 const HIDDEN: usize = 64;
 const VOCAB: u32 = 320;
 const TEMPLATE: &str = "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n\
@@ -40,23 +41,7 @@ fn model() -> TargetModel {
     let weights = Weights::from_folder(&path, DType::F32, &Device::Cpu).unwrap();
     let fingerprint = weights.fingerprint(&config);
     let target = Target::load(config, &weights, Packing::F32).unwrap();
-    let printable: Vec<u32> = (0x21..=0x7e).chain(0xa1..=0xac).chain(0xae..=0xff).collect();
-    let mut free = 0x100..;
-    let character = |byte: u32| if printable.contains(&byte) { byte } else { free.next().unwrap() };
-    let mut tokens: Vec<String> = (0..=255).map(character).map(|c| char::from_u32(c).unwrap().to_string()).collect();
-    let mut token_types = vec![1; tokens.len()];
-    tokens.extend(["<|im_start|>", "<|im_end|>"].map(str::to_owned));
-    token_types.extend([3, 3]);
-    let vocabulary = GgufVocabulary {
-        model: "gpt2".into(),
-        pre: "gpt-2".into(),
-        tokens,
-        token_types,
-        merges: Vec::new(),
-        add_bos: false,
-    };
-    let template = ChatTemplate::new(TEMPLATE, "", "<|im_end|>").unwrap();
-    let renderer = Renderer::new(template, Tokenizer::from_gguf_parts(vocabulary).unwrap(), &[]).unwrap();
+    let renderer = byte_renderer(TEMPLATE, &["<|im_start|>", "<|im_end|>"], "<|im_end|>", &[]);
     let text = TextSide { renderer, bos: None, pad: None };
     TargetModel { name: "tiny".into(), path, target, text, fingerprint }
 }
