@@ -4,6 +4,8 @@
 //! ([`Weights::finish`]), so that a missing, misshapen, mistyped or unused tensor is an error that names it. Called by the target
 //! families, the drafters and [`crate::checkpoint`].
 
+mod assemble;
+
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -14,6 +16,7 @@ use candle_core::{DType, Device, Tensor};
 use memmap2::Mmap;
 use safetensors::{Dtype, SafeTensors};
 
+pub(crate) use self::assemble::Part;
 use crate::config::{Family, TargetConfig, read_json};
 use crate::error::{Error, Result};
 use crate::gguf::{Gguf, map_file};
@@ -45,7 +48,7 @@ struct Entry {
     used: AtomicBool,
 }
 
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 enum Place {
     Shard {
         map: Arc<Mmap>,
@@ -266,10 +269,7 @@ impl Weights {
     /// Tensors were not asked for; all are named. Rotary frequency buffers may stay unused.
     pub fn finish(&self) -> Result<()> {
         let unused = self.entries.iter().filter(|(_, entry)| !entry.used.load(Ordering::Relaxed));
-        let tensors: Vec<String> = unused
-            .map(|(name, _)| name.clone())
-            .filter(|name| !DERIVED_BUFFERS.iter().any(|buffer| name.ends_with(buffer)))
-            .collect();
+        let tensors: Vec<String> = unused.map(|(name, _)| name.clone()).filter(|name| !is_derived(name)).collect();
         if tensors.is_empty() { Ok(()) } else { Err(Error::TensorsUnused { path: self.path.clone(), tensors }) }
     }
 
@@ -315,6 +315,11 @@ impl Entry {
             }
         }
     }
+}
+
+/// Whether a tensor is a buffer that follows from the config, so that it need not be read.
+pub(crate) fn is_derived(name: &str) -> bool {
+    DERIVED_BUFFERS.iter().any(|buffer| name.ends_with(buffer))
 }
 
 /// Tensor name to shard file name.

@@ -8,6 +8,8 @@
 //! - [`Reader`] maps shards into memory and hands out slices of them; nothing is copied.
 //! - [`check()`] reads everything once and reports every fault it finds.
 //!
+//! [`v2`] reads and writes the reference's format, version 2.
+//!
 //! Files are treated as hostile: all offsets and lengths are checked before use, and a fault is an error, never a panic.
 
 mod check;
@@ -17,6 +19,7 @@ pub mod format;
 mod reader;
 mod sample;
 mod shard;
+pub mod v2;
 mod writer;
 
 pub use check::{Report, check};
