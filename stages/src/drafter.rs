@@ -3,14 +3,14 @@
 use std::path::Path;
 
 use candle_core::{DType, Device};
-use deepspec_models::checkpoint;
 use deepspec_models::config::{DraftConfig, MarkovHeadType, TargetConfig};
 use deepspec_models::draft::{DSpark, ParameterSource};
+use deepspec_models::formats::{Canonical, Lender};
 use deepspec_models::linear::Linear;
 
 use crate::error::{Error, Result};
 use crate::recipe::{Algorithm, MarkovHead, Precision, Recipe};
-use crate::target_model::packing;
+use crate::target_model::{TargetModel, packing};
 
 /// The configuration of the drafter that a recipe describes for a target.
 ///
@@ -46,13 +46,15 @@ pub fn draft_config(recipe: &Recipe, target: &TargetConfig) -> Result<DraftConfi
     Ok(config)
 }
 
-/// Loads a checkpoint for inference beside its target; every tensor of it must be used.
+/// Loads a checkpoint of any layout for inference beside its target, whose embedding and head it may borrow; every tensor of it must
+/// be used.
 ///
 /// # Errors
 /// When the checkpoint is damaged or belongs to another target.
-pub fn load_drafter(folder: &Path, target: &TargetConfig, precision: Precision) -> Result<DSpark> {
-    let (json, weights) = checkpoint::load(folder, DType::F32, &Device::Cpu)?;
-    let config = DraftConfig::from_json(&folder.join("config.json"), &json)?;
+pub fn load_drafter(folder: &Path, model: &TargetModel, precision: Precision) -> Result<DSpark> {
+    let Canonical { config, weights, .. } = open(folder, model)?;
+    let config = DraftConfig::from_json(&folder.join("config.json"), &config)?;
+    let target = model.target.config();
     for (what, drafter, target) in [
         ("hidden_size", config.body.hidden_size, target.hidden_size),
         ("vocab_size", config.body.vocab_size, target.vocab_size),
@@ -74,6 +76,15 @@ pub fn load_drafter(folder: &Path, target: &TargetConfig, precision: Precision) 
     let drafter = DSpark::new(config, embed_tokens, ParameterSource::Frozen(&weights, packing))?;
     weights.finish()?;
     Ok(drafter.with_lm_head(lm_head))
+}
+
+/// A checkpoint of any layout, with what it leaves to its target.
+///
+/// # Errors
+/// As [`Canonical::open`].
+pub fn open(folder: &Path, model: &TargetModel) -> Result<Canonical> {
+    let lender = Lender::open(&model.path)?;
+    Ok(Canonical::open(folder, Some(&lender), DType::F32, &Device::Cpu)?)
 }
 
 /// One line that says what a drafter is.

@@ -7,6 +7,7 @@ pub mod drafter;
 pub mod engine;
 pub mod error;
 pub mod eval;
+pub mod export;
 pub mod model_source;
 pub mod prepare;
 pub mod progress;

@@ -210,7 +210,7 @@ fn the_map_is_that_of_the_supervised_tokens_and_its_coverage_is_told() {
     let note = notes.iter().find(|note| note.starts_with("draft vocabulary: 9 of 320 tokens cover ")).unwrap();
     assert!(note.ends_with("% of the data, 0.00 % of samples that were not counted"), "{note}");
 
-    let drafter = load_drafter(&outcome.checkpoint, bench.model.target.config(), Precision::F32).unwrap();
+    let drafter = load_drafter(&outcome.checkpoint, &bench.model, Precision::F32).unwrap();
     assert_eq!(drafter.vocabulary(), Some(&expected));
     let config: Value = serde_json::from_slice(&fs_err::read(outcome.checkpoint.join("config.json")).unwrap()).unwrap();
     assert_eq!((&config["draft_vocab_size"], &config["vocab_size"]), (&json!(9), &json!(320)));

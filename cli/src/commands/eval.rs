@@ -35,7 +35,7 @@ pub(super) fn run(arguments: &EvalArguments, printer: &Printer, context: Context
     let wanted = setup.recipe.eval.needs_drafter();
     let drafter = match checkpoint.filter(|_| wanted) {
         Some(folder) => {
-            let drafter = load_drafter(&folder, model.target.config(), setup.recipe.draft.precision)?;
+            let drafter = load_drafter(&folder, &model, setup.recipe.draft.precision)?;
             context.note(format!("{}, from `{}`", describe(drafter.config()), folder.display()));
             Some(drafter)
         }

@@ -21,7 +21,6 @@ use deepspec_models::draft::{DSpark, DraftVocabulary, ParameterSource, Parameter
 use deepspec_models::linear::{Linear, Packed, Precision as Packing};
 use deepspec_models::loss::dspark::LossHead;
 use deepspec_models::optimizer::{AdamWConfig, Optimizer, Schedule};
-use deepspec_models::weights::Weights;
 
 use crate::drafter::{describe, draft_config};
 use crate::error::{Error, Result};
@@ -245,8 +244,8 @@ fn initial_parameters(
 ) -> Result<Parameters> {
     if let Some(from) = &recipe.init.from {
         ctx.note(format!("starting from checkpoint `{}`", from.display()));
-        let weights = Weights::from_folder(from, DType::F32, &candle_core::Device::Cpu)?;
-        return checkpoint::read_parameters(&weights, config, vocabulary);
+        let start = crate::drafter::open(from, model)?;
+        return checkpoint::read_parameters(&start.weights, config, vocabulary);
     }
     let mut parameters = initialise::random(config, recipe.train.seed)?;
     if recipe.init.layers == LayersInit::Target {
