@@ -196,6 +196,7 @@ impl Canonical {
         };
         let slots = tensors::slots(&path, &config)?;
         let weights = tensors::canonical(format, &config, &slots, &stored, lender)?;
+        tensors::check_vocabulary(&path, &config, &weights)?;
         Ok(Self { format, config, weights, slots })
     }
 

@@ -7,6 +7,8 @@ use super::json::Json;
 use super::{Format, LayerIds, Source, block, layers, not_expressible};
 use crate::error::{Error, Result};
 
+/// Tokens per round where a layout has no key for them: the reference's.
+pub(super) const DEFAULT_TTT_LENGTH: usize = 7;
 /// Feature layers of EAGLE-3 as engines build it.
 const EAGLE3_FEATURES: usize = 3;
 /// Ids in our convention's neighbour, where vLLM looks for them.
@@ -83,6 +85,7 @@ pub(super) fn complete_eagle3(mut json: Json, source: &Source) -> Result<Value> 
     block::qwen3_body(&mut json)?;
     json.put("architectures", json!(["Qwen3Eagle3Model"]));
     json.default("norm_before_residual", false);
+    json.default("ttt_length", DEFAULT_TTT_LENGTH);
     if !source.weights.names().any(|name| name.ends_with(".q_norm.weight") || name.ends_with(".k_norm.weight")) {
         json.put("qk_norm", false);
     }

@@ -13,8 +13,6 @@ const VERSION: &str = "0.5.0";
 const BLOCK_KEYS: [&str; 4] = ["block_size", "mask_token_id", "sample_from_anchor", "draft_vocab_size"];
 const BLOCK_IDS: &str = "aux_hidden_state_layer_ids";
 const EAGLE3_IDS: &str = "eagle_aux_hidden_state_layer_ids";
-/// Tokens per round that an Eagle3 config proposes where the drafter's does not say: the reference's.
-const DEFAULT_TTT_LENGTH: usize = 7;
 
 pub(super) fn read(mut json: Json, source: &Source) -> Result<Value> {
     let mut proposals = json.take_object("speculators_config")?;
@@ -59,6 +57,11 @@ pub(super) fn read(mut json: Json, source: &Source) -> Result<Value> {
                 }
             };
             body.put_layers("target_layer_ids", LayerIds::Output, &ids);
+            if let Some(tokens) =
+                proposals.get("proposal_methods").and_then(|methods| methods[0].get("speculative_tokens"))
+            {
+                body.default("ttt_length", tokens.clone());
+            }
             if let Some(name) = proposals.take_object("verifier")?.take("name_or_path") {
                 body.default("target_model_name_or_path", name);
             }
@@ -83,7 +86,7 @@ pub(super) fn write(mut body: Json, verifier: &Verifier) -> Result<Value> {
     let name =
         verifier.name.clone().map_or_else(|| body.get("target_model_name_or_path").cloned(), |name| Some(json!(name)));
     let (kind, class, tokens) = if eagle {
-        let ttt_length = body.optional_size("ttt_length")?.unwrap_or(DEFAULT_TTT_LENGTH);
+        let ttt_length = body.optional_size("ttt_length")?.unwrap_or(specforge::DEFAULT_TTT_LENGTH);
         if body.size("num_hidden_layers")? != 1 {
             return Err(not_expressible(format, "it has more than one layer, vLLM builds one"));
         }

@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use super::json::Json;
 use super::{Format, Lender, is_eagle3};
 use crate::config::{DraftConfig, TargetConfig};
-use crate::draft::trainable_shapes;
+use crate::draft::{DraftVocabulary, trainable_shapes};
 use crate::error::{Error, Result};
 use crate::weights::{Part, Weights, is_derived};
 
@@ -146,6 +146,14 @@ pub(super) fn canonical(
         return Err(Error::TensorsUnused { path: stored.path().into(), tensors: left });
     }
     stored.assemble(parts)
+}
+
+/// The map of a draft vocabulary must be one.
+pub(super) fn check_vocabulary(path: &Path, config: &Value, weights: &Weights) -> Result<()> {
+    if !is_eagle3(config) {
+        DraftVocabulary::read(weights, &DraftConfig::from_json(path, config)?)?;
+    }
+    Ok(())
 }
 
 /// The rows of a fused `qkv_proj` that are the q, k or v projection `name` (`slot` in the reference's spelling).
