@@ -63,8 +63,8 @@ struct Bench {
 impl Bench {
     fn new() -> Self {
         let bench = Self { folder: tempfile::tempdir().unwrap(), model: model() };
-        let rows: String = (0..6).map(|i| format!("{{\"prompt\": \"Say {i} and more\"}}\n")).collect();
-        fs_err::write(bench.at("data.jsonl"), rows).unwrap();
+        let rows: Vec<String> = (0..6).map(|i| format!("{{\"prompt\": \"Say {i} and more\"}}\n")).collect();
+        fs_err::write(bench.at("data.jsonl"), rows.concat()).unwrap();
         bench
     }
 

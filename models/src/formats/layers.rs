@@ -14,6 +14,7 @@
 
 use std::path::Path;
 
+use super::json::Json;
 use crate::error::{Error, Result};
 
 /// How a format counts target layers.
@@ -71,8 +72,8 @@ pub(super) fn zlab_default(draft_layers: usize, target_layers: usize) -> Vec<i64
     (0..draft_layers).map(|index| (first + share(index) * (last - first)).round_ties_even() as i64).collect()
 }
 
-/// The three entries of the list of hidden states that an EAGLE-3 checkpoint without ids means.
-pub(super) fn eagle3_default(target_layers: usize) -> Vec<i64> {
-    let layers = target_layers as i64;
-    vec![2, layers / 2, layers - 3]
+/// The layers that an EAGLE-3 checkpoint without ids means, three entries of the list of hidden states: 2, n / 2 and n − 3.
+pub(super) fn eagle3_default(json: &Json) -> Result<Vec<i32>> {
+    let layers = json.size("num_target_layers")? as i64;
+    LayerIds::HiddenStates.read(json.path, "num_target_layers", &[2, layers / 2, layers - 3])
 }

@@ -71,10 +71,7 @@ fn read_eagle3(mut json: Json, source: &Source) -> Result<Value> {
             return Err(Error::field(json.path, VLLM_IDS, found, expected));
         }
         (Some(ids), _) | (None, Some(ids)) => ids,
-        (None, None) => {
-            let ids = layers::eagle3_default(json.size("num_target_layers")?);
-            LayerIds::HiddenStates.read(json.path, "num_target_layers", &ids)?
-        }
+        (None, None) => layers::eagle3_default(&json)?,
     };
     json.put_layers("target_layer_ids", LayerIds::Output, &ids);
     complete_eagle3(json, source)

@@ -49,13 +49,8 @@ pub(super) fn read(mut json: Json, source: &Source) -> Result<Value> {
                 // The library means false, vLLM true.
                 return Err(Error::FieldMissing { path: json.path.into(), field: "norm_before_residual".into() });
             }
-            let ids = match json.take_layers(EAGLE3_IDS, LayerIds::HiddenStates)? {
-                Some(ids) => ids,
-                None => {
-                    let ids = layers::eagle3_default(body.size("num_target_layers")?);
-                    LayerIds::HiddenStates.read(json.path, "num_target_layers", &ids)?
-                }
-            };
+            let ids = json.take_layers(EAGLE3_IDS, LayerIds::HiddenStates)?;
+            let ids = ids.map_or_else(|| layers::eagle3_default(&body), Ok)?;
             body.put_layers("target_layer_ids", LayerIds::Output, &ids);
             if let Some(tokens) =
                 proposals.get("proposal_methods").and_then(|methods| methods[0].get("speculative_tokens"))

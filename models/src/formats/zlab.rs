@@ -9,15 +9,16 @@ use crate::error::Result;
 pub(super) fn read(mut json: Json, source: &Source) -> Result<Value> {
     block::lift_dflash_config(&mut json)?;
     block::target_layers(&mut json, source);
-    let ids = match json.take_layers("target_layer_ids", LayerIds::Output)? {
-        Some(ids) => ids,
-        None => {
-            let ids = layers::zlab_default(json.size("num_hidden_layers")?, json.size("num_target_layers")?);
-            LayerIds::Output.read(json.path, "num_target_layers", &ids)?
-        }
-    };
+    let ids = json.take_layers("target_layer_ids", LayerIds::Output)?;
+    let ids = ids.map_or_else(|| default_layers(&json), Ok)?;
     json.put_layers("target_layer_ids", LayerIds::Output, &ids);
     block::complete(json, source, false)
+}
+
+/// The layers of a checkpoint that does not list them.
+fn default_layers(json: &Json) -> Result<Vec<i32>> {
+    let ids = layers::zlab_default(json.size("num_hidden_layers")?, json.size("num_target_layers")?);
+    LayerIds::Output.read(json.path, "num_target_layers", &ids)
 }
 
 pub(super) fn write(mut json: Json) -> Result<Value> {

@@ -66,7 +66,7 @@ pub fn drafter(export: &DrafterExport, ctx: Context<'_>) -> Result<DrafterExport
     ));
     let verifier = Verifier {
         name: export.target_name.clone(),
-        architecture: lender.as_ref().map(|lender| architecture(lender.config()).into()),
+        architecture: lender.as_ref().map(|lender| architecture(lender.config())),
     };
     let profile = match &export.results {
         Some(path) => Some(profile(&read_results(path)?, &drafter, path)?),

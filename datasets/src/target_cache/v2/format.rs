@@ -159,7 +159,8 @@ impl Manifest {
         let mut seen = HashSet::new();
         for (index, ShardEntry { file_name, shard_id }) in self.shards.iter().enumerate() {
             // A shard lies in the cache's folder; a path could lead out of it.
-            let is_plain = file_name.ends_with(".bin") && !file_name.contains(['/', '\\']);
+            let is_bin = Path::new(file_name).extension().is_some_and(|extension| extension == "bin");
+            let is_plain = is_bin && !file_name.contains(['/', '\\']);
             let expected = "a file name ending in .bin";
             check(is_plain, &format!("shards.{index}.file_name"), format!("`{file_name}`"), expected.into())?;
             let is_new = seen.insert(*shard_id);

@@ -81,26 +81,18 @@ impl Writer {
         if self.shard.as_ref().is_some_and(|(_, written)| written + total > self.max_shard_bytes) {
             self.close_shard()?;
         }
-        let start = match &self.shard {
-            Some((_, written)) => *written,
-            None => {
-                let shard_id = self.manifest.shards.len() as u32;
-                let file_name = shard_name(shard_id);
-                self.shard = Some((buffered(&self.partial.join(&file_name))?, 0));
-                self.manifest.shards.push(ShardEntry { file_name, shard_id });
-                0
-            }
+        let (mut file, start) = match self.shard.take() {
+            Some(open) => open,
+            None => (self.next_shard()?, 0),
         };
         let mut offsets = [start; 5];
         for i in 1..offsets.len() {
             offsets[i] = offsets[i - 1] + lengths[i - 1];
         }
-        if let Some((file, written)) = &mut self.shard {
-            for array in arrays {
-                file.write_all(array)?;
-            }
-            *written += total;
+        for array in arrays {
+            file.write_all(array)?;
         }
+        self.shard = Some((file, start + total));
         let shard_id = self.manifest.shards.len() as u32 - 1;
         let record = Record { sample_id: sample.sample_id, shard_id, seq_len: tokens as u32, offsets };
         self.index.write_all(&record.to_bytes())?;
@@ -125,6 +117,14 @@ impl Writer {
         }
         disk::publish(&self.partial, &self.dir)?;
         Ok(self.manifest)
+    }
+
+    fn next_shard(&mut self) -> Result<BufWriter<fs_err::File>, CacheError> {
+        let shard_id = self.manifest.shards.len() as u32;
+        let file_name = shard_name(shard_id);
+        let file = buffered(&self.partial.join(&file_name))?;
+        self.manifest.shards.push(ShardEntry { file_name, shard_id });
+        Ok(file)
     }
 
     fn close_shard(&mut self) -> Result<(), CacheError> {
