@@ -256,8 +256,7 @@ fn initial_parameters(
     if recipe.init.markov == MarkovInit::Bigram && config.markov_rank > 0 {
         let rows = bigram::rows(cache, model, ctx)?;
         let (w1, w2) = initialise::bigram_factors(&rows, lm_head, vocabulary, config.markov_rank)?;
-        parameters.insert("markov_head.markov_w1.weight", &w1)?;
-        parameters.insert("markov_head.markov_w2.weight", &w2)?;
+        initialise::markov_from_bigram(&mut parameters, config, &w1, &w2)?;
         ctx.note(format!(
             "the Markov head starts as the target's bigram over {} tokens of the data",
             rows.tokens.len()
