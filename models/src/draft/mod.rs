@@ -1,4 +1,4 @@
-//! Drafters: the DSpark family (DFlash is its recipe without heads).
+//! Drafters: the DSpark family with its Markov heads (DFlash is its recipe without heads).
 
 pub mod backbone;
 pub mod confidence_head;
