@@ -251,7 +251,12 @@ fn the_loss_reads_the_rows_that_the_layout_says() {
         }
         let sums = &run.loss.sums;
         assert_eq!(run.supervision.slots.len(), slots);
-        assert!((sums.ce - ce).abs() < 1e-4 * ce && (sums.tv - tv).abs() < 1e-4 * tv, "{} {ce} {} {tv}", sums.ce, sums.tv);
+        assert!(
+            (sums.ce - ce).abs() < 1e-4 * ce && (sums.tv - tv).abs() < 1e-4 * tv,
+            "{} {ce} {} {tv}",
+            sums.ce,
+            sums.tv
+        );
         assert_eq!((sums.slots.len(), run.drafter.config().block_size), (4, size));
     }
 }
@@ -352,7 +357,9 @@ fn a_head_that_starts_from_a_bigram_gives_it_exactly() {
         for head in ["vanilla", "gated", "rnn"] {
             let form = Form { head: Some(head), confidence_with_markov: None, sample_from_anchor: true };
             let mut parameters = form.parameters();
-            parameters.insert("markov_head.joint_proj.bias", &Tensor::zeros(3 * RANK, DType::F32, &CPU).unwrap()).unwrap();
+            parameters
+                .insert("markov_head.joint_proj.bias", &Tensor::zeros(3 * RANK, DType::F32, &CPU).unwrap())
+                .unwrap();
             parameters.insert("markov_head.gate_proj.bias", &Tensor::zeros(RANK, DType::F32, &CPU).unwrap()).unwrap();
             initialise::markov_from_bigram(&mut parameters, &form.config(), &w1, &w2).unwrap();
             let embed = random(9, VOCAB, HIDDEN);

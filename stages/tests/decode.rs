@@ -91,8 +91,7 @@ fn golden_decode_traces_dflash() {
 /// Every case of a set of traces: tokens, blocks, lengths and confidences of each round.
 fn check_traces(set: &str) {
     let (target, drafter) = (target(Precision::F32), drafter(set));
-    let traces: Value =
-        serde_json::from_slice(&fs_err::read(golden(&format!("{set}/traces.json"))).unwrap()).unwrap();
+    let traces: Value = serde_json::from_slice(&fs_err::read(golden(&format!("{set}/traces.json"))).unwrap()).unwrap();
     let block = drafter.config().block_size;
     let cases = traces["cases"].as_array().unwrap();
     assert!(!cases.is_empty());

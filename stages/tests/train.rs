@@ -283,9 +283,8 @@ fn the_targets_own_size_is_no_draft_vocabulary() {
 fn every_head_and_layout_trains_from_its_start_and_resumes() {
     let bench = Bench::new();
     for (head, start) in [("gated", "bigram"), ("rnn", "bigram"), ("rnn", "random"), ("vanilla", "bigram")] {
-        let settings =
-            [&format!("draft.markov_head={head}"), &format!("init.markov={start}"), "draft.sample_from_anchor=false"];
-        let settings = settings.map(|text| &**text);
+        let (head_key, start_key) = (format!("draft.markov_head={head}"), format!("init.markov={start}"));
+        let settings = [&*head_key, &*start_key, "draft.sample_from_anchor=false"];
         let whole = bench.train(&format!("{head}-{start}"), &settings, None).0.unwrap();
         let stopped = format!("{head}-{start}-stopped");
         assert!(matches!(bench.train(&stopped, &settings, Some(3)).0, Err(Error::Interrupted { .. })));
@@ -299,8 +298,8 @@ fn every_head_and_layout_trains_from_its_start_and_resumes() {
 
         // Weights of another layout are no start.
         let from = format!("init.from={}", whole.checkpoint.display());
-        let recipe = [&*from, settings[0], settings[1]];
-        let text = bench.train(&format!("{head}-{start}-other"), &recipe, None).0.unwrap_err().to_string();
+        let other = bench.train(&format!("{head}-{start}-other"), &[&*from, &*head_key], None);
+        let text = other.0.unwrap_err().to_string();
         assert!(text.contains("block layout differs: 1+N in") && text.contains("anchor-first in the recipe"), "{text}");
     }
 }

@@ -27,12 +27,7 @@ impl RnnHead {
     ///
     /// # Shapes
     /// state s and embedding e `[n, rank]`, hidden h `[n, hidden]` → two of `[n, rank]`
-    pub(super) fn step(
-        &self,
-        state: Option<&Tensor>,
-        embedding: &Tensor,
-        hidden: &Tensor,
-    ) -> Result<(Tensor, Tensor)> {
+    pub(super) fn step(&self, state: Option<&Tensor>, embedding: &Tensor, hidden: &Tensor) -> Result<(Tensor, Tensor)> {
         let rank = embedding.dims()[1];
         let state = state.cloned().map_or_else(|| embedding.zeros_like(), Ok)?;
         let joint = self.joint_proj.forward(&Tensor::cat(&[&state, embedding, hidden], 1)?)?;
