@@ -93,8 +93,11 @@ impl Form {
     }
 }
 
-/// Tokens, loss mask and anchors of two sequences: a hole in one mask, a block that runs past the end, one that pads.
-fn batch() -> Vec<(Vec<u32>, Vec<u8>, Vec<Option<usize>>)> {
+/// Tokens, loss mask and anchors of a sequence.
+type Sequence = (Vec<u32>, Vec<u8>, Vec<Option<usize>>);
+
+/// Two sequences with a hole in their masks, a block that runs past the end, and one that pads.
+fn batch() -> Vec<Sequence> {
     [(11_u32, 17), (5, 12)]
         .into_iter()
         .map(|(factor, len)| {
@@ -179,9 +182,10 @@ fn a10_gradients_equal_finite_differences() {
         let confidence_grads = with_confidence.loss.loss.backward().unwrap();
         for (name, _) in base.parameters.iter() {
             let is_confidence = name.starts_with("confidence_head");
-            let (run_of, grads, weights) = match is_confidence {
-                true => (&with_confidence, &confidence_grads, &WEIGHTS),
-                false => (&base, &grads, &backbone),
+            let (run_of, grads, weights) = if is_confidence {
+                (&with_confidence, &confidence_grads, &WEIGHTS)
+            } else {
+                (&base, &grads, &backbone)
             };
             let var = run_of.parameters.get(name).unwrap();
             let grad = flat(grads.get(var).unwrap());

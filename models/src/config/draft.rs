@@ -82,10 +82,9 @@ impl BlockLayout {
         match speculators_model_type {
             Some("dspark") => Some(Self::AnchorFirst),
             Some("dflash") => Some(Self::AnchorPlusMasks),
-            Some(_) => None,
             None if architecture.ends_with("DSparkModel") => Some(Self::AnchorFirst),
             None if architecture == "DFlashDraftModel" => Some(Self::AnchorPlusMasks),
-            None => None,
+            Some(_) | None => None,
         }
     }
 }
@@ -178,14 +177,10 @@ impl DraftConfig {
         if !(architecture.contains("DSpark") || architecture.contains("DFlash")) {
             return Err(fields.unsupported("architecture", architecture, "DSpark and DFlash drafters"));
         }
-        let sample_from_anchor = match fields.optional_flag("sample_from_anchor")? {
-            Some(flag) => flag,
-            None => {
-                let model_type = fields.optional_string("speculators_model_type")?;
-                let ambiguous = || Error::AmbiguousLayout { path: path.into(), architecture: architecture.into() };
-                BlockLayout::of_unmarked(architecture, model_type).ok_or_else(ambiguous)? == BlockLayout::AnchorFirst
-            }
-        };
+        let model_type = fields.optional_string("speculators_model_type")?;
+        let unmarked = || Some(BlockLayout::of_unmarked(architecture, model_type)? == BlockLayout::AnchorFirst);
+        let ambiguous = || Error::AmbiguousLayout { path: path.into(), architecture: architecture.into() };
+        let sample_from_anchor = fields.optional_flag("sample_from_anchor")?.or_else(unmarked).ok_or_else(ambiguous)?;
         let family = Family::parse(path, "model_type", fields.string("model_type")?)?;
         let mut body = TargetConfig::from_fields(&fields, family)?;
         body.qk_norm = fields.flag("qk_norm", true)?;

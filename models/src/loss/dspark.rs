@@ -265,15 +265,12 @@ pub fn dspark_loss(
     }
     let device = hidden.device();
     let embedding = drafter.markov_head().map(|markov| markov.embedding(previous)).transpose()?;
-    let (m, w2) = match (drafter.markov_head(), &embedding) {
-        (Some(markov), Some(embedding)) => {
-            let w2 = markov.w2().ok_or_else(|| Error::Batch("the loss needs a trainable Markov head".into()))?;
-            (markov.block_latents(embedding, hidden, drafter.config().proposals())?, w2.clone())
-        }
-        _ => {
-            let vocab = head.draft.outputs();
-            (Tensor::zeros((rows, 0), hidden.dtype(), device)?, Tensor::zeros((vocab, 0), hidden.dtype(), device)?)
-        }
+    let (m, w2) = if let (Some(markov), Some(embedding)) = (drafter.markov_head(), &embedding) {
+        let w2 = markov.w2().ok_or_else(|| Error::Batch("the loss needs a trainable Markov head".into()))?;
+        (markov.block_latents(embedding, hidden, drafter.config().proposals())?, w2.clone())
+    } else {
+        let vocab = head.draft.outputs();
+        (Tensor::zeros((rows, 0), hidden.dtype(), device)?, Tensor::zeros((vocab, 0), hidden.dtype(), device)?)
     };
     let op = VocabLoss {
         target_head: head.target.clone(),
