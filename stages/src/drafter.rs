@@ -38,8 +38,10 @@ pub fn draft_config(recipe: &Recipe, target: &TargetConfig) -> Result<DraftConfi
         markov_rank,
         markov_head_type: (markov_rank > 0).then_some(match draft.markov_head {
             MarkovHead::Vanilla => MarkovHeadType::Vanilla,
+            MarkovHead::Gated => MarkovHeadType::Gated,
+            MarkovHead::Rnn => MarkovHeadType::Rnn,
         }),
-        sample_from_anchor: true,
+        sample_from_anchor: draft.sample_from_anchor,
         sliding_window: draft.sliding_window,
     };
     config.validate(Path::new("recipe"))?;
@@ -51,10 +53,21 @@ pub fn draft_config(recipe: &Recipe, target: &TargetConfig) -> Result<DraftConfi
 ///
 /// # Errors
 /// When the checkpoint is damaged or belongs to another target.
-pub fn load_drafter(folder: &Path, model: &TargetModel, precision: Precision) -> Result<DSpark> {
-    let Canonical { config, weights, .. } = open(folder, model)?;
+pub fn load_drafter_for(folder: &Path, model: &TargetModel, precision: Precision) -> Result<DSpark> {
+    load(folder, open(folder, model)?, model.target.config(), precision)
+}
+
+/// As [`load_drafter_for`] for a checkpoint that borrows nothing.
+///
+/// # Errors
+/// As [`load_drafter_for`].
+pub fn load_drafter(folder: &Path, target: &TargetConfig, precision: Precision) -> Result<DSpark> {
+    load(folder, Canonical::open(folder, None, DType::F32, &Device::Cpu)?, target, precision)
+}
+
+fn load(folder: &Path, checkpoint: Canonical, target: &TargetConfig, precision: Precision) -> Result<DSpark> {
+    let Canonical { config, weights, .. } = checkpoint;
     let config = DraftConfig::from_json(&folder.join("config.json"), &config)?;
-    let target = model.target.config();
     for (what, drafter, target) in [
         ("hidden_size", config.body.hidden_size, target.hidden_size),
         ("vocab_size", config.body.vocab_size, target.vocab_size),
@@ -98,10 +111,12 @@ pub fn describe(config: &DraftConfig) -> String {
         None => config.body.vocab_size.to_string(),
     };
     format!(
-        "drafter: {} draft layers, anchor-first blocks of {}, target layers {:?}, vocabulary {vocabulary}, {head}, \
-         confidence {}, window {}",
+        "drafter: {} draft layers, {} blocks of {} rows with {} proposals, target layers {:?}, vocabulary {vocabulary}, \
+         {head}, confidence {}, window {}",
         config.body.num_hidden_layers,
+        config.layout().name(),
         config.block_size,
+        config.proposals(),
         config.target_layer_ids,
         if config.enable_confidence_head { "on" } else { "off" },
         config.sliding_window.map_or("none".into(), |w| w.to_string()),

@@ -13,7 +13,7 @@ use deepspec_models::formats::{Canonical, Format, PROFILE_FILE};
 use deepspec_models::linear::Precision as Packing;
 use deepspec_models::target::Target;
 use deepspec_models::weights::Weights;
-use deepspec_stages::drafter::load_drafter;
+use deepspec_stages::drafter::load_drafter_for;
 use deepspec_stages::export::{self, CacheExport, DrafterExport};
 use deepspec_stages::model_source::TextSide;
 use deepspec_stages::prepare;
@@ -193,7 +193,7 @@ fn exports_load_as_drafters_and_start_training() {
         let done = export::drafter(&export(&checkpoint, format, &out), context()).unwrap();
         assert_eq!((done.from, done.layer_ids), (Format::Deepspec, format.layer_ids().write(&[1, 3, 4])));
         // SpecForge's layout borrows embedding and head.
-        let drafter = load_drafter(&out, &bench.model, Precision::F32).unwrap();
+        let drafter = load_drafter_for(&out, &bench.model, Precision::F32).unwrap();
         let own = DraftConfig::from_folder(&checkpoint).unwrap();
         assert_eq!(drafter.config().to_json(), own.to_json(), "{format:?}");
         assert_eq!(parameters(&out), parameters(&checkpoint));
@@ -248,7 +248,7 @@ fn a22_a_full_vocabulary_after_a_reduced_one_is_full() {
     drop(train::Training::set_up(&small, &run, &bench.model, context()).unwrap());
     drop(run);
     let checkpoint = bench.train("run", &[]).unwrap();
-    let drafter = load_drafter(&checkpoint, &bench.model, Precision::F32).unwrap();
+    let drafter = load_drafter_for(&checkpoint, &bench.model, Precision::F32).unwrap();
     assert!(drafter.vocabulary().is_none() && drafter.config().draft_vocab_size.is_none());
     // With checkpoints in the folder the other way round is refused instead.
     let text = bench.train("run", &["draft.vocab_size=9"]).unwrap_err().to_string();

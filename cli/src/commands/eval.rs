@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use anyhow::Context as _;
-use deepspec_stages::drafter::{describe, load_drafter};
+use deepspec_stages::drafter::{describe, load_drafter_for};
 use deepspec_stages::eval::{self, EvalOutcome};
 use deepspec_stages::progress::Context;
 use deepspec_stages::recipe::PromptSource;
@@ -35,7 +35,7 @@ pub(super) fn run(arguments: &EvalArguments, printer: &Printer, context: Context
     let wanted = setup.recipe.eval.needs_drafter();
     let drafter = match checkpoint.filter(|_| wanted) {
         Some(folder) => {
-            let drafter = load_drafter(&folder, &model, setup.recipe.draft.precision)?;
+            let drafter = load_drafter_for(&folder, &model, setup.recipe.draft.precision)?;
             context.note(format!("{}, from `{}`", describe(drafter.config()), folder.display()));
             Some(drafter)
         }
