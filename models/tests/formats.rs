@@ -43,25 +43,20 @@ fn content(canonical: &Canonical) -> Vec<(String, String, Vec<usize>, Vec<f32>)>
 /// Which drafters each format can hold.
 fn holdings() -> Vec<(Format, Drafter)> {
     let mut all: Vec<(Format, Drafter)> = Drafter::ALL.iter().map(|drafter| (Format::Deepspec, *drafter)).collect();
-    let foreign = [
-        (Format::Zlab, &[Drafter::OnePlusN][..]),
+    let heads = [Drafter::DSpark, Drafter::DSparkGated, Drafter::DSparkRnn];
+    for (format, others, holds_heads) in [
+        (Format::Zlab, &[Drafter::OnePlusN][..], false),
         (
             Format::Speculators,
-            &[
-                Drafter::DSpark,
-                Drafter::DSparkSmall,
-                Drafter::AnchorFirst,
-                Drafter::OnePlusN,
-                Drafter::Eagle3,
-                Drafter::Eagle3Small,
-            ],
+            &[Drafter::DSparkSmall, Drafter::AnchorFirst, Drafter::OnePlusN, Drafter::Eagle3, Drafter::Eagle3Small],
+            true,
         ),
-        (Format::Sglang, &[Drafter::DSpark, Drafter::Eagle3Small]),
-        (Format::Specforge, &[Drafter::DSpark, Drafter::DSparkSmall, Drafter::AnchorFirst, Drafter::Eagle3Small]),
-    ];
-    all.extend(
-        foreign.into_iter().flat_map(|(format, drafters)| drafters.iter().map(move |drafter| (format, *drafter))),
-    );
+        (Format::Sglang, &[Drafter::Eagle3Small], true),
+        (Format::Specforge, &[Drafter::DSparkSmall, Drafter::AnchorFirst, Drafter::Eagle3Small], true),
+    ] {
+        let heads = heads.into_iter().filter(|_| holds_heads);
+        all.extend(others.iter().copied().chain(heads).map(|drafter| (format, drafter)));
+    }
     all
 }
 

@@ -22,6 +22,8 @@ pub(crate) enum Drafter {
     DSpark,
     /// With a draft vocabulary.
     DSparkSmall,
+    DSparkGated,
+    DSparkRnn,
     /// DFlash as the reference trains it.
     AnchorFirst,
     /// DFlash as z-lab trains it.
@@ -32,8 +34,16 @@ pub(crate) enum Drafter {
 }
 
 impl Drafter {
-    pub(crate) const ALL: [Self; 6] =
-        [Self::DSpark, Self::DSparkSmall, Self::AnchorFirst, Self::OnePlusN, Self::Eagle3, Self::Eagle3Small];
+    pub(crate) const ALL: [Self; 8] = [
+        Self::DSpark,
+        Self::DSparkSmall,
+        Self::DSparkGated,
+        Self::DSparkRnn,
+        Self::AnchorFirst,
+        Self::OnePlusN,
+        Self::Eagle3,
+        Self::Eagle3Small,
+    ];
 
     pub(crate) fn is_eagle3(self) -> bool {
         matches!(self, Self::Eagle3 | Self::Eagle3Small)
@@ -67,9 +77,15 @@ impl Drafter {
         for (key, value) in more.as_object().unwrap() {
             config[key] = value.clone();
         }
-        if matches!(self, Self::DSpark | Self::DSparkSmall) {
+        let head = match self {
+            Self::DSpark | Self::DSparkSmall => Some("vanilla"),
+            Self::DSparkGated => Some("gated"),
+            Self::DSparkRnn => Some("rnn"),
+            _ => None,
+        };
+        if let Some(head) = head {
             config["markov_rank"] = json!(3);
-            config["markov_head_type"] = json!("vanilla");
+            config["markov_head_type"] = json!(head);
             config["enable_confidence_head"] = json!(true);
             config["confidence_head_with_markov"] = json!(true);
         }
