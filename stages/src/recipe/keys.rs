@@ -56,6 +56,8 @@ pub(super) const KEYS: &[&str] = &[
     "train.checkpoint_every",
     "train.keep_checkpoints",
     "train.log_every",
+    "train.acceptance_every",
+    "train.acceptance_prompts",
     "train.seed",
     "train.phases",
     "train.phases.until",
@@ -77,6 +79,7 @@ pub(super) const KEYS: &[&str] = &[
     "eval.confidence_threshold",
     "eval.seed",
     "eval.adaptive",
+    "eval.calibration",
     "eval.batch_size",
 ];
 
@@ -88,6 +91,7 @@ const OPTIONAL: &[&str] = &[
     "init.from",
     "train.epochs",
     "train.steps",
+    "train.acceptance_every",
     "eval.limit",
 ];
 

@@ -155,6 +155,7 @@ impl Recipe {
         problems.at_least_one("train.checkpoint_every", train.checkpoint_every);
         problems.at_least_one("train.keep_checkpoints", train.keep_checkpoints as u64);
         problems.at_least_one("train.log_every", train.log_every);
+        problems.at_least_one("train.acceptance_prompts", train.acceptance_prompts as u64);
         problems.seed("train.seed", train.seed);
     }
 

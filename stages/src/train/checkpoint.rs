@@ -102,9 +102,7 @@ impl Checkpoints {
         optimizer: &Optimizer,
         log: &Pending,
     ) -> Result<()> {
-        let mut tensors: Vec<(String, Tensor)> =
-            parameters.iter().map(|(name, var)| (name.to_owned(), var.as_tensor().clone())).collect();
-        tensors.extend_from_slice(frozen);
+        let tensors = tensors(parameters, frozen);
         let state = optimizer.state()?;
         replace_folder(self.folder.join(format!("step-{step:06}")), |fresh| {
             write_json(&fresh.join("config.json"), &config.to_json())?;
@@ -122,6 +120,12 @@ impl Checkpoints {
         }
         Ok(())
     }
+}
+
+/// All tensors of a drafter in training, named as in a checkpoint; `frozen` as [`frozen`] gives it.
+pub fn tensors(parameters: &Parameters, frozen: &[(String, Tensor)]) -> Vec<(String, Tensor)> {
+    let trained = parameters.iter().map(|(name, var)| (name.to_owned(), var.as_detached_tensor()));
+    trained.chain(frozen.iter().cloned()).collect()
 }
 
 /// The tensors of a drafter that are not trained: copies of the target's embedding and of its head, of which a drafter with a

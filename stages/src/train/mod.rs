@@ -3,6 +3,7 @@
 //! A run can be killed at any moment and goes on from its last checkpoint exactly: order of samples, anchors and weights
 //! are functions of (seed, step), and a checkpoint holds weights, moments and the step.
 
+pub mod acceptance;
 pub mod batches;
 pub mod bigram;
 pub mod checkpoint;
@@ -21,6 +22,7 @@ use deepspec_models::draft::{DSpark, DraftVocabulary, ParameterSource, Parameter
 use deepspec_models::linear::{Linear, Packed, Precision as Packing};
 use deepspec_models::loss::dspark::LossHead;
 use deepspec_models::optimizer::{AdamWConfig, Optimizer, Schedule};
+use deepspec_models::target::Target;
 use deepspec_models::weights::Weights;
 
 use crate::drafter::{describe, draft_config};
@@ -29,6 +31,7 @@ use crate::progress::{Context, Event};
 use crate::recipe::{LayersInit, MarkovInit, Precision, Recipe};
 use crate::run_dir::RunDir;
 use crate::target_model::TargetModel;
+use acceptance::TrainAcceptance;
 use batches::Batches;
 use checkpoint::Checkpoints;
 use log::{Pending, TrainLog};
@@ -58,10 +61,11 @@ pub struct TrainOutcome {
 /// # Errors
 /// As [`Training::set_up`] and [`Training::run`].
 pub fn run(recipe: &Recipe, run: &RunDir, model: &TargetModel, ctx: Context<'_>) -> Result<TrainOutcome> {
-    Training::set_up(recipe, run, model, ctx)?.run(ctx)
+    Training::set_up(recipe, run, model, ctx)?.run(Some(&model.target), ctx)
 }
 
-/// A training run before its first step. It needs the target no more, so whoever trains alone can free that first.
+/// A training run before its first step. It needs the target no more but for train-time acceptance, so whoever trains alone
+/// without that can free the target first.
 pub struct Training<'a> {
     recipe: &'a Recipe,
     run: &'a RunDir,
@@ -84,7 +88,7 @@ impl<'a> Training<'a> {
     pub fn set_up(recipe: &'a Recipe, run: &'a RunDir, model: &TargetModel, ctx: Context<'_>) -> Result<Self> {
         ctx.reporter.event(Event::Stage("train"));
         let config = draft_config(recipe, model.target.config())?;
-        let cache = Reader::open(&run.cache())?;
+        let cache = Reader::open(&run.training_cache()?)?;
         cache.expect_matches(&Expected {
             target: &model.name,
             target_fingerprint: &model.fingerprint,
@@ -131,13 +135,15 @@ impl<'a> Training<'a> {
         Ok(Self { recipe, run, cache, checkpoints, parameters, optimizer, pending, drafter, head, frozen, coverage })
     }
 
-    /// Trains to the end of the recipe.
+    /// Trains to the end of the recipe. `target` is needed where the recipe wants train-time acceptance.
     ///
     /// # Errors
     /// The loss is not finite; the disk refuses; [`Error::Interrupted`] after a checkpoint when the user asks to stop.
-    pub fn run(self, ctx: Context<'_>) -> Result<TrainOutcome> {
+    pub fn run(self, target: Option<&Target>, ctx: Context<'_>) -> Result<TrainOutcome> {
         let Self { recipe, drafter, parameters, head, mut optimizer, .. } = self;
-        let batches = Batches::new(&self.cache, &recipe.train)?;
+        let columns = self.cache.columns(&drafter.config().target_layer_ids)?;
+        let batches = Batches::new(&self.cache, columns, &recipe.train)?;
+        let mut acceptance = TrainAcceptance::new(recipe, target, &self.cache)?;
         if batches.without_anchors > 0 {
             let count = batches.without_anchors;
             ctx.warn(format!("{count} samples have no two supervised tokens in a row and are not used"));
@@ -172,12 +178,17 @@ impl<'a> Training<'a> {
             })?;
             let weights = step::loss_weights(phase, recipe.train.loss_decay_gamma);
             let number = step + 1;
-            let is_logged = number % recipe.train.log_every == 0 || number == batches.steps;
+            let measured = acceptance.as_mut().filter(|acceptance| acceptance.is_due(number));
+            let is_logged = number % recipe.train.log_every == 0 || number == batches.steps || measured.is_some();
             let batch = batches.at(step)?;
             let done = step::run(&drafter, &parameters, &head, &weights, &mut optimizer, &batch, lr, is_logged)?;
             log.count(&done.sums, done.tokens, begun.elapsed());
+            let measured = measured.map(|acceptance| {
+                let tensors = checkpoint::tensors(&parameters, &self.frozen);
+                acceptance.measure(number, drafter.config(), &tensors, ctx)
+            });
             if is_logged {
-                let line = log.write(number, &weights, lr, done.grad_norm)?;
+                let line = log.write(number, &weights, lr, done.grad_norm, measured.transpose()?)?;
                 ctx.reporter.event(Event::Line(&line));
             }
             ctx.reporter.event(Event::Advanced { done: number, detail: "" });
