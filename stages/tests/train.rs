@@ -12,7 +12,7 @@ use deepspec_datasets::target_cache::{CacheMeta, Plan, Reader, Sample, StorageMo
 use deepspec_models::config::{DraftConfig, TargetConfig};
 use deepspec_models::draft::DraftVocabulary;
 use deepspec_models::linear::Precision as Packing;
-use deepspec_models::speculate::{CounterRng, DSparkProposer, SamplingParams, Stream};
+use deepspec_models::speculate::{CounterRng, DSparkProposer, NoProposer, SamplingParams, Stream};
 use deepspec_models::target::Target;
 use deepspec_models::weights::Weights;
 use deepspec_stages::drafter::load_drafter;
@@ -335,19 +335,52 @@ fn acceptance_is_measured_on_the_way_and_changes_no_weight() {
     assert_eq!(steps, [2, 4, 6], "a measurement is logged even where no line is due");
     assert!(records.iter().all(|r| r["decode_tau"].as_f64().unwrap() >= 1.0 && r["decode_accept@1"].is_number()));
     assert!(timeless_metrics(&bench, "without").iter().all(|record| record.get("decode_tau").is_none()));
-    assert!(
-        notes.iter().any(|note| note.starts_with("step 00006/00006") && note.contains("| decode tau 1.0")),
-        "{notes:?}"
-    );
-    // Features that mean nothing cannot be learned from, and that is said.
-    let warning = notes.iter().find(|note| note.contains("in 3 measurements in a row, up to step 6")).unwrap();
-    assert!(warning.contains("`sample_from_anchor`") && warning.contains("`draft.target_layer_ids`"), "{warning}");
+    let tau = records[2]["decode_tau"].as_f64().unwrap();
+    let is_line =
+        |note: &String| note.starts_with("step 00006/") && note.contains(&format!("| decode tau {tau:.2}, accept@1"));
+    assert!(notes.iter().any(is_line), "{notes:?}");
+    assert!(notes.iter().all(|note| !note.contains("in a row")), "{notes:?}");
 
     let stopped = bench.train("stopped", &measuring, Some(3)).0.unwrap_err();
     assert!(matches!(stopped, Error::Interrupted { .. }), "{stopped}");
     let resumed = bench.train("stopped", &measuring, None).0.unwrap();
     assert!(read(&resumed, "model.safetensors") == read(&with, "model.safetensors"));
     assert_eq!(timeless_metrics(&bench, "stopped"), records);
+}
+
+/// What train-time acceptance asks for a sample: its prompt continued greedily.
+fn greedy_request(target: &Target, index: u64, first: u32) -> Request {
+    Request {
+        id: index,
+        prompt: tokens(index, first)[..4].to_vec(),
+        sampling: SamplingParams::greedy(),
+        seed: 0,
+        max_new_tokens: 48,
+        stop_ids: target.config().stop_ids.as_slice().into(),
+        confidence_threshold: 0.0,
+    }
+}
+
+/// The target writes none of the tokens that this drafter can propose.
+#[test]
+fn a_drafter_that_is_never_accepted_is_called_out() {
+    let mut bench = Bench::new();
+    let target = &bench.model.target;
+    let mut engine = Engine::new(target, Box::new(NoProposer), 1, 64).unwrap();
+    let written = engine.run([greedy_request(target, 0, bench.first)], |_| Ok(())).unwrap().remove(0).output;
+    // The drafter knows seven of the twelve most frequent tokens of the data, and those that end a text.
+    bench.first =
+        (40..180).step_by(12).find(|first| !written.iter().any(|t| (*first..first + 12).contains(t))).unwrap();
+    let (outcome, notes) = bench.train("run", &["draft.vocab_size=9", "train.acceptance_every=1"], None);
+    outcome.unwrap();
+    let records = timeless_metrics(&bench, "run");
+    assert!(records.iter().all(|record| record["decode_tau"].as_f64() == Some(1.0)), "{records:?}");
+    let warnings: Vec<&String> = notes.iter().filter(|note| note.contains("measurements in a row")).collect();
+    assert_eq!(warnings.len(), 2, "after 3 and after 6 measurements: {warnings:?}");
+    assert!(
+        warnings[0].contains("`sample_from_anchor`") && warnings[0].contains("`draft.target_layer_ids`"),
+        "{warnings:?}"
+    );
 }
 
 /// A drafter that fits its target, hardly moved by training: the measurement finds what decoding with the checkpoint gives.
@@ -379,15 +412,7 @@ fn measured_acceptance_is_that_of_the_checkpoint() {
     let target = &bench.model.target;
     let proposer = DSparkProposer::new(&drafter, target.lm_head(), 1, 64).unwrap();
     let mut engine = Engine::new(target, Box::new(proposer), 1, 64).unwrap();
-    let requests = (12..20).map(|index| Request {
-        id: index,
-        prompt: tokens(index, bench.first)[..4].to_vec(),
-        sampling: SamplingParams::greedy(),
-        seed: 0,
-        max_new_tokens: 48,
-        stop_ids: target.config().stop_ids.as_slice().into(),
-        confidence_threshold: 0.0,
-    });
+    let requests = (12..20).map(|index| greedy_request(target, index, bench.first));
     let finished = engine.run(requests, |_| Ok(())).unwrap();
     let rounds: Vec<Round> = finished.iter().flat_map(|done| &done.rounds).map(Round::from).collect();
     let expected = Acceptance::of(&rounds);
