@@ -106,7 +106,8 @@ impl Bench {
         let log = Log { texts: Mutex::default(), stop: stop_after.map(|limit| (limit, &interrupt)) };
         let provenance =
             Provenance { version: "test".into(), git_commit: None, started: "now".into(), machine: "here".into() };
-        let prompts = format!("eval.prompts=[{:?}, {:?}]", self.path("digits.jsonl"), self.path("words.jsonl"));
+        let set = |name: &str| self.path(name).display().to_string();
+        let prompts = format!("eval.prompts=[{:?}, {:?}]", set("digits.jsonl"), set("words.jsonl"));
         let fixed = [
             &prompts,
             "eval.limit=none",
@@ -180,7 +181,9 @@ fn a_calibration_is_fitted_stored_and_reported_on_other_prompts() {
     let close = |left: &[f64], right: &[f64]| left.iter().zip(right).all(|(l, r)| (l - r).abs() < 1e-12);
     assert!(close(&errors(&rounds), &stored.ece_before), "{:?} {:?}", errors(&rounds), stored.ece_before);
     let temperatures = Temperatures::new(stored.temperatures.clone(), 5).unwrap();
-    rounds.iter_mut().for_each(|round| temperatures.scale(&mut round.confidence_logits));
+    for round in &mut rounds {
+        temperatures.scale(&mut round.confidence_logits);
+    }
     assert!(close(&errors(&rounds), &stored.ece_after), "{:?} {:?}", errors(&rounds), stored.ece_after);
     assert!(stored.ece_after[0] <= stored.ece_before[0]);
 

@@ -118,7 +118,7 @@ impl Reporter for Log<'_> {
     fn event(&self, event: Event<'_>) {
         match event {
             Event::Note(text) | Event::Warning(text) | Event::Line(text) => {
-                self.notes.lock().unwrap().push(text.to_owned())
+                self.notes.lock().unwrap().push(text.to_owned());
             }
             Event::Advanced { done, .. } => {
                 if let Some((_, interrupt)) = self.stop.filter(|(limit, _)| done >= *limit) {

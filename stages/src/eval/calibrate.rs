@@ -124,7 +124,9 @@ pub(super) fn outcome(
 
 fn scaled(rounds: &[&Round], temperatures: &Temperatures) -> Vec<Round> {
     let mut scaled: Vec<Round> = rounds.iter().map(|&round| round.clone()).collect();
-    scaled.iter_mut().for_each(|round| temperatures.scale(&mut round.confidence_logits));
+    for round in &mut scaled {
+        temperatures.scale(&mut round.confidence_logits);
+    }
     scaled
 }
 

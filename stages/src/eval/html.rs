@@ -238,8 +238,8 @@ fn reliability_figure(title: &str, report: &CalibrationReport) -> String {
 /// What a calibration brought on the prompts that it was not fitted on.
 fn calibration(outcome: &CalibrationOutcome) -> String {
     let CalibrationOutcome { table: fitted, all, .. } = outcome;
-    let tables: String =
-        outcome.tables().iter().map(|part| format!("<h3>{}</h3>{}", escape(&part.title), table(part))).collect();
+    let one = |part: &Table| format!("<h3>{}</h3>{}", escape(&part.title), table(part));
+    let tables = outcome.tables().iter().map(one).collect::<Vec<_>>().concat();
     format!(
         "<h2>Calibration</h2><p>{}</p><p class=\"soft\">{}</p><div class=\"plots\">{}{}</div>{tables}",
         escape(&outcome.headline()),

@@ -123,7 +123,7 @@ struct Evaluation<'a> {
 struct Identity {
     fingerprints: Fingerprints,
     prompt_ids: String,
-    identity: String,
+    hash: String,
 }
 
 impl<'a> Evaluation<'a> {
@@ -162,15 +162,15 @@ impl<'a> Evaluation<'a> {
             fingerprints.drafter.as_deref().unwrap_or_default(),
             scaling.as_deref().unwrap_or_default(),
         ];
-        let identity = identity(recipe, &self.origin, &inputs)?;
-        Ok(Identity { fingerprints, prompt_ids, identity })
+        let hash = identity(recipe, &self.origin, &inputs)?;
+        Ok(Identity { fingerprints, prompt_ids, hash })
     }
 
     /// Lets the drafter answer all prompts with whole blocks and fits its temperatures on the first `share` of them.
     fn calibrate(&self, drafter: &DSpark, prompts: &[Prompt], share: usize) -> Result<CalibrationOutcome> {
         let mut recipe = self.recipe.clone();
         recipe.eval = calibrate::collecting(&recipe.eval);
-        let Identity { identity, .. } = self.identity(&recipe, Some(drafter), prompts)?;
+        let Identity { hash, .. } = self.identity(&recipe, Some(drafter), prompts)?;
         fs_err::create_dir_all(self.out_dir)?;
         let plan = Plan {
             target: self.target,
@@ -178,7 +178,7 @@ impl<'a> Evaluation<'a> {
             settings: &recipe.eval,
             prompts,
             stop_ids: self.renderer.stop_ids().into(),
-            identity: &identity,
+            identity: &hash,
             step_costs: None,
         };
         let samples = plan.run(&self.out_dir.join("calibration.jsonl"), self.ctx)?;
@@ -195,7 +195,7 @@ impl<'a> Evaluation<'a> {
         let Self { recipe, out_dir, target, ctx, .. } = *self;
         let settings = &recipe.eval;
         ctx.reporter.event(Event::Stage("evaluate"));
-        let Identity { fingerprints, prompt_ids, identity } = self.identity(recipe, drafter, prompts)?;
+        let Identity { fingerprints, prompt_ids, hash: identity } = self.identity(recipe, drafter, prompts)?;
         fs_err::create_dir_all(out_dir)?;
         let longest_block =
             settings.proposers.iter().map(|&proposer| decode::block_size(proposer, drafter, settings)).max();
