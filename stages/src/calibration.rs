@@ -101,7 +101,7 @@ impl CalibrationTable {
 /// # Errors
 /// The table is damaged or belongs to another drafter.
 pub fn attach(drafter: DSpark, checkpoint: &Path, ctx: Context<'_>) -> Result<DSpark> {
-    let confidences = drafter.confidence_head().map_or(0, |_| drafter.config().block_size);
+    let confidences = drafter.confidence_head().map_or(0, |_| drafter.config().proposals());
     let Some(table) = CalibrationTable::load(checkpoint, confidences)? else { return Ok(drafter) };
     ctx.note(table.describe());
     Ok(drafter.with_calibration(Temperatures::new(table.temperatures, confidences)?)?)

@@ -39,8 +39,10 @@ pub fn draft_config(recipe: &Recipe, target: &TargetConfig) -> Result<DraftConfi
         markov_rank,
         markov_head_type: (markov_rank > 0).then_some(match draft.markov_head {
             MarkovHead::Vanilla => MarkovHeadType::Vanilla,
+            MarkovHead::Gated => MarkovHeadType::Gated,
+            MarkovHead::Rnn => MarkovHeadType::Rnn,
         }),
-        sample_from_anchor: true,
+        sample_from_anchor: draft.sample_from_anchor,
         sliding_window: draft.sliding_window,
     };
     config.validate(Path::new("recipe"))?;
@@ -96,10 +98,12 @@ pub fn describe(config: &DraftConfig) -> String {
         None => config.body.vocab_size.to_string(),
     };
     format!(
-        "drafter: {} draft layers, anchor-first blocks of {}, target layers {:?}, vocabulary {vocabulary}, {head}, \
-         confidence {}, window {}",
+        "drafter: {} draft layers, {} blocks of {} rows with {} proposals, target layers {:?}, vocabulary {vocabulary}, \
+         {head}, confidence {}, window {}",
         config.body.num_hidden_layers,
+        config.layout().name(),
         config.block_size,
+        config.proposals(),
         config.target_layer_ids,
         if config.enable_confidence_head { "on" } else { "off" },
         config.sliding_window.map_or("none".into(), |w| w.to_string()),

@@ -67,7 +67,7 @@ pub(super) fn name(proposer: Contender, drafter: Option<&DSpark>) -> &'static st
 
 /// Most tokens that a proposer proposes in a round.
 pub(super) fn block_size(proposer: Contender, drafter: Option<&DSpark>, settings: &EvalRecipe) -> usize {
-    let drafted = drafter.map_or(0, |drafter| drafter.config().block_size);
+    let drafted = drafter.map_or(0, |drafter| drafter.config().proposals());
     match proposer {
         Contender::Plain => 0,
         Contender::Ngram => settings.ngram_block,

@@ -104,7 +104,7 @@ pub fn run_calibrated(
     outcome.table.save(checkpoint)?;
     ctx.note(outcome.table.describe());
     ctx.note(outcome.headline());
-    let temperatures = Temperatures::new(outcome.table.temperatures.clone(), drafter.config().block_size)?;
+    let temperatures = Temperatures::new(outcome.table.temperatures.clone(), drafter.config().proposals())?;
     evaluation.run(Some(&drafter.with_calibration(temperatures)?), sets, &rest, Some(outcome))
 }
 
@@ -182,7 +182,7 @@ impl<'a> Evaluation<'a> {
             step_costs: None,
         };
         let samples = plan.run(&self.out_dir.join("calibration.jsonl"), self.ctx)?;
-        calibrate::outcome(drafter.config().block_size, &recipe.eval, prompts, share, &samples)
+        calibrate::outcome(drafter.config().proposals(), &recipe.eval, prompts, share, &samples)
     }
 
     fn run(

@@ -68,7 +68,7 @@ impl DrafterInfo {
         let config = drafter.config();
         Self {
             name: name(Proposer::Draft, Some(drafter)).into(),
-            block_size: config.block_size,
+            block_size: config.proposals(),
             layers: config.body.num_hidden_layers,
             target_layer_ids: config.target_layer_ids.clone(),
             markov_rank: config.markov_rank,

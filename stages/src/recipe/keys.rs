@@ -30,6 +30,7 @@ pub(super) const KEYS: &[&str] = &[
     "draft.algorithm",
     "draft.num_layers",
     "draft.block_size",
+    "draft.sample_from_anchor",
     "draft.vocab_size",
     "draft.target_layer_ids",
     "draft.mask_token_id",

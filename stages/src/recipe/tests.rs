@@ -206,6 +206,24 @@ fn values_out_of_range_are_named_with_what_is_allowed() {
 }
 
 #[test]
+fn heads_and_layouts_are_read_and_anchor_first_is_the_default() {
+    let open = |overrides: &[&str]| {
+        let overrides: Vec<String> = overrides.iter().map(|text| (*text).to_owned()).collect();
+        Recipe::open("quickstart", &overrides)
+    };
+    let default = open(&[]).unwrap().draft;
+    assert!(default.sample_from_anchor && default.markov_head == super::MarkovHead::Vanilla);
+    for (name, head) in [("gated", super::MarkovHead::Gated), ("rnn", super::MarkovHead::Rnn)] {
+        let recipe = open(&[&format!("draft.markov_head={name}"), "draft.sample_from_anchor=false"]).unwrap();
+        assert_eq!((recipe.draft.markov_head, recipe.draft.sample_from_anchor), (head, false));
+        assert_eq!(recipe, recipe.to_toml().unwrap().parse().unwrap());
+    }
+    let error = open(&["draft.sample_from_anchor=false", "draft.block_size=1"]).unwrap_err().to_string();
+    assert!(error.contains("`draft.block_size` is 1, allowed: at least 2 with `sample_from_anchor` false"), "{error}");
+    assert!(open(&["draft.markov_head=lstm"]).unwrap_err().to_string().contains("lstm"));
+}
+
+#[test]
 fn phases_must_rise_to_one_weigh_something_and_train_the_confidence_head() {
     let phase = |until: f64, ce: f64, confidence: f64| super::Phase {
         until,

@@ -105,6 +105,12 @@ impl Recipe {
         problems.at_least_one("draft.num_layers", draft.num_layers as u64);
         let range = 1..=MAX_BLOCK_SIZE;
         problems.check(range.contains(&draft.block_size), "draft.block_size", draft.block_size, "1 to 256");
+        problems.check(
+            draft.sample_from_anchor || draft.block_size != 1,
+            "draft.block_size",
+            1,
+            "at least 2 with `sample_from_anchor` false, since the anchor's row predicts nothing",
+        );
         if let TargetLayers::Ids(ids) = &draft.target_layer_ids
             && let Err(allowed) = check_ids(ids, i32::MAX)
         {

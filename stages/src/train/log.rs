@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use deepspec_models::config::DraftConfig;
+use deepspec_models::config::{DraftConfig, MarkovHeadType};
 use deepspec_models::linear::{Linear, Precision};
 use deepspec_models::loss::dspark::{LossWeights, MetricSums};
 use serde::{Deserialize, Serialize};
@@ -184,8 +184,14 @@ fn flops_per_block_row(config: &DraftConfig) -> f64 {
     let kv = body.num_key_value_heads * body.head_dim;
     let layer = body.hidden_size * (2 * width + 2 * kv + 3 * body.intermediate_size);
     let (draft_vocab, vocab) = (config.draft_vocab(), body.vocab_size);
+    let rank = config.markov_rank;
+    let markov = match config.markov_head_type {
+        None | Some(MarkovHeadType::Vanilla) => draft_vocab * rank,
+        Some(MarkovHeadType::Gated) => draft_vocab * rank + rank * (body.hidden_size + rank),
+        Some(MarkovHeadType::Rnn) => draft_vocab * rank + 3 * rank * (body.hidden_size + 2 * rank),
+    };
     let heads = (4 * draft_vocab + 2 * vocab) * body.hidden_size;
-    (6 * (layer * body.num_hidden_layers + draft_vocab * config.markov_rank) + heads) as f64
+    (6 * (layer * body.num_hidden_layers + markov) + heads) as f64
 }
 
 /// Floating-point operations per second of this machine's f32 kernel, measured once: what `mfu` is relative to.

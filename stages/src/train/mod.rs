@@ -18,6 +18,7 @@ use std::time::Instant;
 
 use candle_core::{DType, Tensor};
 use deepspec_datasets::target_cache::{Expected, Reader};
+use deepspec_models::config::DraftConfig;
 use deepspec_models::draft::{DSpark, DraftVocabulary, ParameterSource, Parameters, initialise};
 use deepspec_models::linear::{Linear, Packed, Precision as Packing};
 use deepspec_models::loss::dspark::LossHead;
@@ -247,7 +248,7 @@ fn loss_head(
 
 fn initial_parameters(
     recipe: &Recipe,
-    config: &deepspec_models::config::DraftConfig,
+    config: &DraftConfig,
     cache: &Reader,
     model: &TargetModel,
     lm_head: &Tensor,
@@ -256,6 +257,15 @@ fn initial_parameters(
 ) -> Result<Parameters> {
     if let Some(from) = &recipe.init.from {
         ctx.note(format!("starting from checkpoint `{}`", from.display()));
+        let saved = DraftConfig::from_folder(from)?.layout();
+        if saved != config.layout() {
+            return Err(Error::Mismatch {
+                what: "block layout".into(),
+                left: format!("{} in `{}`", saved.name(), from.display()),
+                right: format!("{} in the recipe", config.layout().name()),
+                hint: Some("set `draft.sample_from_anchor` (and `draft.block_size`) as the checkpoint has them".into()),
+            });
+        }
         let weights = Weights::from_folder(from, DType::F32, &candle_core::Device::Cpu)?;
         return checkpoint::read_parameters(&weights, config, vocabulary);
     }
@@ -267,8 +277,7 @@ fn initial_parameters(
     if recipe.init.markov == MarkovInit::Bigram && config.markov_rank > 0 {
         let rows = bigram::rows(cache, model, ctx)?;
         let (w1, w2) = initialise::bigram_factors(&rows, lm_head, vocabulary, config.markov_rank)?;
-        parameters.insert("markov_head.markov_w1.weight", &w1)?;
-        parameters.insert("markov_head.markov_w2.weight", &w2)?;
+        initialise::markov_from_bigram(&mut parameters, config, &w1, &w2)?;
         ctx.note(format!(
             "the Markov head starts as the target's bigram over {} tokens of the data",
             rows.tokens.len()
