@@ -262,6 +262,9 @@ pub struct TrainRecipe {
     pub max_grad_norm: f64,
     /// Slot k of a block weighs exp(−k / this); 0 = all the same.
     pub loss_decay_gamma: f64,
+    /// Decay of an exponential moving average of the weights, such as 0.999; checkpoints then hold the average. Optional: none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ema: Option<f64>,
     /// Steps between checkpoints.
     pub checkpoint_every: u64,
     /// Checkpoints kept, the newest.

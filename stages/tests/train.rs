@@ -422,6 +422,52 @@ fn measured_acceptance_is_that_of_the_checkpoint() {
 }
 
 #[test]
+fn checkpoints_hold_the_moving_average_and_a_resume_goes_on_with_both() {
+    let bench = Bench::new();
+    let averaging = ["train.ema=0.6", "train.checkpoint_every=1", "train.keep_checkpoints=9"];
+    let whole = bench.train("whole", &averaging, None).0.unwrap();
+    let plain = bench.train("plain", &averaging[1..], None).0.unwrap();
+    let tensors = |outcome: &TrainOutcome, step: u64, state: &str, prefix: &str| -> Vec<(String, Vec<f32>)> {
+        let folder = outcome.checkpoint.with_file_name(format!("step-{step:06}")).join(state);
+        let weights = Weights::from_folder(folder, DType::F32, &Device::Cpu).unwrap();
+        let names: Vec<String> = weights.names().map(str::to_owned).collect();
+        let is_trained = |name: &str| !name.starts_with("embed_tokens") && !name.starts_with("lm_head");
+        let chosen = names.iter().filter_map(|name| Some((name, name.strip_prefix(prefix)?)));
+        let read = |(name, short): (&String, &str)| {
+            let shape = weights.shape(name).unwrap().to_vec();
+            (short.to_owned(), weights.get(name, &shape).unwrap().flatten_all().unwrap().to_vec1().unwrap())
+        };
+        chosen.filter(|(_, short)| is_trained(short)).map(read).collect()
+    };
+    // The weights are those of a run without an average; the average is what its definition says.
+    let mut average: Option<Vec<(String, Vec<f32>)>> = None;
+    for step in 1..=6 {
+        let trained = tensors(&whole, step, "training_state", "weights.");
+        assert!(trained == tensors(&plain, step, "", ""), "step {step}");
+        let saved = tensors(&whole, step, "", "");
+        let decay = 0.6_f64.min((1.0 + step as f64) / (10.0 + step as f64));
+        if let Some(average) = &average {
+            for ((name, saved), ((_, before), (_, trained))) in saved.iter().zip(average.iter().zip(&trained)) {
+                for ((&saved, &before), &trained) in saved.iter().zip(before).zip(trained) {
+                    let expected = decay * f64::from(before) + (1.0 - decay) * f64::from(trained);
+                    assert!((f64::from(saved) - expected).abs() < 1e-6, "step {step}, {name}: {saved}, {expected}");
+                }
+            }
+            assert!(saved != trained);
+        }
+        average = Some(saved);
+    }
+    bench.train("stopped", &averaging, Some(3)).0.unwrap_err();
+    let resumed = bench.train("stopped", &averaging, None).0.unwrap();
+    assert_eq!(resumed.resumed_from, 3);
+    for file in ["model.safetensors", "training_state/model.safetensors"] {
+        let read = |outcome: &TrainOutcome| fs_err::read(outcome.checkpoint.join(file)).unwrap();
+        assert!(read(&whole) == read(&resumed), "{file} differs");
+    }
+    load_drafter(&whole.checkpoint, bench.model.target.config(), Precision::F32).unwrap();
+}
+
+#[test]
 fn a_run_trains_on_columns_of_the_cache_of_another() {
     let bench = Bench::new();
     let layers = ["draft.target_layer_ids=[4, 0]"];

@@ -54,6 +54,7 @@ pub(super) const KEYS: &[&str] = &[
     "train.weight_decay",
     "train.max_grad_norm",
     "train.loss_decay_gamma",
+    "train.ema",
     "train.checkpoint_every",
     "train.keep_checkpoints",
     "train.log_every",
@@ -92,6 +93,7 @@ const OPTIONAL: &[&str] = &[
     "init.from",
     "train.epochs",
     "train.steps",
+    "train.ema",
     "train.acceptance_every",
     "eval.limit",
 ];

@@ -7,6 +7,7 @@ pub mod acceptance;
 pub mod batches;
 pub mod bigram;
 pub mod checkpoint;
+pub mod ema;
 pub mod log;
 pub mod step;
 pub mod tensorboard;
@@ -35,6 +36,7 @@ use crate::target_model::TargetModel;
 use acceptance::TrainAcceptance;
 use batches::Batches;
 use checkpoint::Checkpoints;
+use ema::MovingAverage;
 use log::{Pending, TrainLog};
 use vocabulary::Coverage;
 
@@ -73,6 +75,7 @@ pub struct Training<'a> {
     cache: Reader,
     checkpoints: Checkpoints,
     parameters: Parameters,
+    average: Option<MovingAverage>,
     optimizer: Optimizer,
     pending: Pending,
     drafter: DSpark,
@@ -115,7 +118,7 @@ impl<'a> Training<'a> {
         let checkpoints = Checkpoints::new(run.checkpoints(), recipe.train.keep_checkpoints);
         checkpoints.remove_leftovers()?;
         let latest = checkpoints.latest()?;
-        let parameters = match &latest {
+        let mut parameters = match &latest {
             Some(found) => checkpoint::parameters(found, &config, head.vocabulary())?,
             None => initial_parameters(recipe, &config, &cache, model, &lm_head, head.vocabulary(), ctx)?,
         };
@@ -127,13 +130,32 @@ impl<'a> Training<'a> {
             max_grad_norm: recipe.train.max_grad_norm,
         };
         let mut optimizer = Optimizer::new(settings, &parameters);
-        let pending = match &latest {
-            Some(found) => checkpoint::restore(found, &mut optimizer)?,
-            None => Pending::default(),
-        };
+        let (mut pending, mut average) = (Pending::default(), None);
+        if let Some(found) = &latest {
+            let (log, trained) = checkpoint::restore(found, &mut optimizer, recipe.train.ema.map(|_| &parameters))?;
+            pending = log;
+            if let (Some(decay), Some(trained)) = (recipe.train.ema, trained) {
+                average = Some(MovingAverage::new(decay, std::mem::replace(&mut parameters, trained)));
+            }
+        } else if let Some(decay) = recipe.train.ema {
+            average = Some(MovingAverage::of(decay, &parameters)?);
+        }
         let frozen = checkpoint::frozen(&embed_tokens, &head)?;
         let drafter = DSpark::new(config, embed_tokens, ParameterSource::Trainable(&parameters))?;
-        Ok(Self { recipe, run, cache, checkpoints, parameters, optimizer, pending, drafter, head, frozen, coverage })
+        Ok(Self {
+            recipe,
+            run,
+            cache,
+            checkpoints,
+            parameters,
+            average,
+            optimizer,
+            pending,
+            drafter,
+            head,
+            frozen,
+            coverage,
+        })
     }
 
     /// Trains to the end of the recipe. `target` is needed where the recipe wants train-time acceptance.
@@ -141,7 +163,7 @@ impl<'a> Training<'a> {
     /// # Errors
     /// The loss is not finite; the disk refuses; [`Error::Interrupted`] after a checkpoint when the user asks to stop.
     pub fn run(self, target: Option<&Target>, ctx: Context<'_>) -> Result<TrainOutcome> {
-        let Self { recipe, drafter, parameters, head, mut optimizer, .. } = self;
+        let Self { recipe, drafter, parameters, mut average, head, mut optimizer, .. } = self;
         let columns = self.cache.columns(&drafter.config().target_layer_ids)?;
         let batches = Batches::new(&self.cache, columns, &recipe.train)?;
         let mut acceptance = TrainAcceptance::new(recipe, target, &self.cache)?;
@@ -167,8 +189,10 @@ impl<'a> Training<'a> {
         let mut log = TrainLog::open(self.run, resumed_from, self.pending, batches.steps, drafter.config())?;
         let started = Instant::now();
         ctx.reporter.event(Event::Started { task: "train", total: batches.steps, done: resumed_from, unit: "steps" });
-        let save = |step: u64, optimizer: &Optimizer, log: &TrainLog| {
-            self.checkpoints.save(step, drafter.config(), &parameters, &self.frozen, optimizer, log.pending())
+        let save = |step: u64, average: Option<&MovingAverage>, optimizer: &Optimizer, log: &TrainLog| {
+            let (saved, trained) =
+                average.map_or((&parameters, None), |average| (average.parameters(), Some(&parameters)));
+            self.checkpoints.save(step, drafter.config(), saved, trained, &self.frozen, optimizer, log.pending())
         };
         for step in resumed_from..batches.steps {
             let begun = Instant::now();
@@ -183,9 +207,13 @@ impl<'a> Training<'a> {
             let is_logged = number % recipe.train.log_every == 0 || number == batches.steps || measured.is_some();
             let batch = batches.at(step)?;
             let done = step::run(&drafter, &parameters, &head, &weights, &mut optimizer, &batch, lr, is_logged)?;
+            if let Some(average) = &mut average {
+                average.update(&parameters, optimizer.step_count())?;
+            }
             log.count(&done.sums, done.tokens, begun.elapsed());
             let measured = measured.map(|acceptance| {
-                let tensors = checkpoint::tensors(&parameters, &self.frozen);
+                let saved = average.as_ref().map_or(&parameters, MovingAverage::parameters);
+                let tensors = checkpoint::tensors(saved, &self.frozen);
                 acceptance.measure(number, drafter.config(), &tensors, ctx)
             });
             if is_logged {
@@ -195,7 +223,7 @@ impl<'a> Training<'a> {
             ctx.reporter.event(Event::Advanced { done: number, detail: "" });
             let stop = ctx.interrupt.is_set();
             if number % recipe.train.checkpoint_every == 0 || number == batches.steps || stop {
-                save(number, &optimizer, &log)?;
+                save(number, average.as_ref(), &optimizer, &log)?;
             }
             if stop && number < batches.steps {
                 return Err(Error::Interrupted { safe: "a checkpoint has been written" });
