@@ -78,7 +78,8 @@ impl candle_core::CustomOp3 for AddRmsNorm {
         }
         let (rows, cols) = (x.count, x.cols);
         let mut out = Vec::with_capacity(2 * rows * cols);
-        let (sums, shares) = (Shared::new(out.as_mut_ptr()), if rows * cols >= PARALLEL { threads::count() } else { 1 });
+        let (sums, shares) =
+            (Shared::new(out.as_mut_ptr()), if rows * cols >= PARALLEL { threads::count() } else { 1 });
         threads::run(shares, |share| {
             for i in rows * share / shares..rows * (share + 1) / shares {
                 // SAFETY: both rows lie inside the memory and this share alone has them.

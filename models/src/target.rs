@@ -318,8 +318,7 @@ impl DecoderLayer {
             return part(0, rows);
         }
         let firsts = (0..rows).step_by(MLP_ROWS);
-        let parts: Vec<Tensor> =
-            firsts.map(|first| part(first, MLP_ROWS.min(rows - first))).collect::<Result<_>>()?;
+        let parts: Vec<Tensor> = firsts.map(|first| part(first, MLP_ROWS.min(rows - first))).collect::<Result<_>>()?;
         Ok(Tensor::cat(&parts, 0)?)
     }
 }
