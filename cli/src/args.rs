@@ -46,7 +46,7 @@ pub(crate) enum Command {
     /// Let the target answer the prompts and store what it computes: the target cache.
     Prepare(PrepareArguments),
     /// Train a drafter on the run's target cache, or go on doing so.
-    Train(RunArguments),
+    Train(TrainArguments),
     /// Measure plain decoding, n-gram lookup and the drafter on held-out prompts.
     Eval(EvalArguments),
     /// Write a drafter in the format of an engine or another trainer, or a target cache in the reference's.
@@ -150,6 +150,17 @@ pub(crate) struct PrepareArguments {
     pub dry_run: bool,
 }
 
+/// Arguments of `train`.
+#[derive(Debug, Args)]
+pub(crate) struct TrainArguments {
+    #[command(flatten)]
+    pub run: RunArguments,
+    /// Target cache of another run to train on, in place of the run's own; it must be of the same target and hold the recipe's
+    /// target layers, and may hold more. The run remembers it.
+    #[arg(long, value_name = "DIR")]
+    pub cache: Option<PathBuf>,
+}
+
 /// Arguments of `eval`.
 #[derive(Debug, Args)]
 pub(crate) struct EvalArguments {
@@ -164,6 +175,10 @@ pub(crate) struct EvalArguments {
     /// Use only N prompts of each set.
     #[arg(long, value_name = "N")]
     pub limit: Option<usize>,
+    /// Fit the temperatures of the drafter's confidences on every fourth prompt, store them beside the checkpoint, and evaluate on
+    /// the other prompts, with reliability before and after.
+    #[arg(long)]
+    pub calibrate: bool,
     /// Folder of the reports [default: `eval` in the run folder].
     #[arg(long, value_name = "DIR")]
     pub out: Option<PathBuf>,

@@ -1138,3 +1138,26 @@ fn smollm2_gguf_loads_whole() {
     assert!(tensors.iter().all(|(_, tensor)| flat(tensor).iter().all(|value| value.is_finite())));
     assert_eq!(weights.fingerprint(&config), weights.fingerprint(&TargetConfig::open(&path).unwrap()));
 }
+
+#[test]
+fn a_checkpoint_in_memory_is_read_as_one_on_the_disk() {
+    let folder = tempfile::tempdir().unwrap();
+    let tensors = [
+        ("a.weight", Tensor::arange(0f32, 6.0, &Device::Cpu).unwrap().reshape((2, 3)).unwrap()),
+        ("d2t", Tensor::new(&[3i64, 5], &Device::Cpu).unwrap()),
+        ("t2d", Tensor::new(&[1u8, 0, 1], &Device::Cpu).unwrap()),
+    ];
+    checkpoint::write_tensors(&folder.path().join("model.safetensors"), &tensors).unwrap();
+    let on_disk = Weights::from_folder(folder.path(), DType::F32, &Device::Cpu).unwrap();
+    let in_memory = checkpoint::in_memory("unsaved", &tensors).unwrap();
+    for weights in [&on_disk, &in_memory] {
+        let rows: Vec<Vec<f32>> = weights.get("a.weight", &[2, 3]).unwrap().to_vec2().unwrap();
+        assert_eq!(rows, [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]);
+        assert_eq!(weights.integers("d2t", &[2]).unwrap(), [3, 5]);
+        assert_eq!(weights.integers("t2d", &[3]).unwrap(), [1, 0, 1]);
+        weights.finish().unwrap();
+    }
+    let error = in_memory.get("b.weight", &[1]).unwrap_err().to_string();
+    assert!(error.contains("unsaved") && error.contains("b.weight"), "{error}");
+    assert!(Weights::from_bytes("cut", vec![9; 7], DType::F32, &Device::Cpu).is_err());
+}

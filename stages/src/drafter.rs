@@ -7,6 +7,7 @@ use deepspec_models::config::{DraftConfig, MarkovHeadType, TargetConfig};
 use deepspec_models::draft::{DSpark, ParameterSource};
 use deepspec_models::formats::{Canonical, Lender};
 use deepspec_models::linear::Linear;
+use deepspec_models::weights::Weights;
 
 use crate::error::{Error, Result};
 use crate::recipe::{Algorithm, MarkovHead, Precision, Recipe};
@@ -82,11 +83,19 @@ fn load(folder: &Path, checkpoint: Canonical, target: &TargetConfig, precision: 
             });
         }
     }
+    drafter_of(config, &weights, precision)
+}
+
+/// A drafter for inference from the tensors of its checkpoint, every one of which must be used.
+///
+/// # Errors
+/// When a tensor is missing, misshapen or left over.
+pub fn drafter_of(config: DraftConfig, weights: &Weights, precision: Precision) -> Result<DSpark> {
     let (vocab, draft_vocab, hidden) = (config.body.vocab_size, config.draft_vocab(), config.body.hidden_size);
     let packing = packing(precision);
     let embed_tokens = weights.get("embed_tokens.weight", &[vocab, hidden])?;
     let lm_head = Linear::frozen(&[&weights.get("lm_head.weight", &[draft_vocab, hidden])?], None, packing)?;
-    let drafter = DSpark::new(config, embed_tokens, ParameterSource::Frozen(&weights, packing))?;
+    let drafter = DSpark::new(config, embed_tokens, ParameterSource::Frozen(weights, packing))?;
     weights.finish()?;
     Ok(drafter.with_lm_head(lm_head))
 }

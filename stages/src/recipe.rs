@@ -262,16 +262,29 @@ pub struct TrainRecipe {
     pub max_grad_norm: f64,
     /// Slot k of a block weighs exp(−k / this); 0 = all the same.
     pub loss_decay_gamma: f64,
+    /// Decay of an exponential moving average of the weights, such as 0.999; checkpoints then hold the average. Optional: none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ema: Option<f64>,
     /// Steps between checkpoints.
     pub checkpoint_every: u64,
     /// Checkpoints kept, the newest.
     pub keep_checkpoints: usize,
     /// Steps between lines of the log.
     pub log_every: u64,
+    /// Steps between measurements of the acceptance that the drafter has by now, on a few prompts of the cache; 0 for none. The weights do not depend on it. Optional: none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub acceptance_every: Option<u64>,
+    /// Prompts of such a measurement, from the end of the cache. Optional: 8.
+    #[serde(default = "acceptance_prompts_by_default")]
+    pub acceptance_prompts: usize,
     /// Seed of the weights, the order of samples and the anchors.
     pub seed: u64,
     /// Weights of the loss terms, one entry per part of the run.
     pub phases: Vec<Phase>,
+}
+
+fn acceptance_prompts_by_default() -> usize {
+    8
 }
 
 /// One entry of `[[train.phases]]`: weights of the loss terms up to a part of the run.
@@ -332,13 +345,17 @@ pub struct EvalRecipe {
     /// Whether each round chooses if and how much to draft and to verify, by running estimates of what pays; if not, every
     /// proposal is verified whole. The output at temperature 0 and its distribution at others do not depend on it. Optional:
     /// true.
-    #[serde(default = "adaptive_by_default")]
+    #[serde(default = "on_by_default")]
     pub adaptive: bool,
+    /// Whether the drafter's confidences are scaled by the `calibration.json` beside its checkpoint, where there is one.
+    /// The output does not depend on it. Optional: true.
+    #[serde(default = "on_by_default")]
+    pub calibration: bool,
     /// Sequences decoded at once.
     pub batch_size: usize,
 }
 
-fn adaptive_by_default() -> bool {
+fn on_by_default() -> bool {
     true
 }
 

@@ -18,6 +18,7 @@ use super::parameters::ParameterSource;
 use super::vocabulary::DraftVocabulary;
 use crate::config::DraftConfig;
 use crate::error::Result;
+use crate::speculate::Temperatures;
 use crate::target::{embed, head_layout, rope_frequencies};
 
 /// A drafter of the DSpark family.
@@ -36,6 +37,8 @@ pub struct DSpark {
     pub(crate) lm_head: Option<Linear>,
     /// The tokens that drafting proposes, where they are not all of the target's; `None` in training, where the loss has it.
     pub(crate) vocabulary: Option<DraftVocabulary>,
+    /// Temperatures that drafting divides the confidence logits by.
+    pub(crate) calibration: Option<Temperatures>,
 }
 
 /// One sequence of a training batch.
@@ -74,9 +77,25 @@ impl DSpark {
                 ParameterSource::Frozen(weights, _) => DraftVocabulary::read(weights, &config)?,
                 ParameterSource::Trainable(_) => None,
             },
+            calibration: None,
             embed_tokens,
             config,
         })
+    }
+
+    /// The drafter with temperatures that its confidence logits are divided by when it drafts.
+    ///
+    /// # Errors
+    /// They are not one per confidence of a block; a drafter without a confidence head has none.
+    pub fn with_calibration(mut self, temperatures: Temperatures) -> Result<Self> {
+        let expected = self.confidence_head.as_ref().map_or(0, |_| self.config.proposals());
+        self.calibration = Some(Temperatures::new(temperatures.values().to_vec(), expected)?);
+        Ok(self)
+    }
+
+    /// The temperatures of its confidences, where it is calibrated.
+    pub fn calibration(&self) -> Option<&Temperatures> {
+        self.calibration.as_ref()
     }
 
     /// The drafter with an output head of its own, for drafting.

@@ -145,7 +145,7 @@ pub fn bigram_factors(
 }
 
 /// Starts the Markov head from the bigram's factors W1 `[vocab, rank]` and W2 `[draft vocab, rank]`. Whatever the form, the bias
-/// of a slot is then W2 · W1[x] exactly, and every tensor still has a gradient:
+/// of a slot is then `W2 · W1[x]` exactly, and every tensor still has a gradient:
 ///
 /// * gated: `gate_proj` is 0, so that every gate is ½, and W1 is doubled.
 /// * rnn: `out` is the embedding, and W1 holds atanh of the scaled factor, so that tanh(out) undoes it; W2 takes the scale.

@@ -4,8 +4,8 @@
 //! The forms differ in the latent row m alone. With e = W1[x_{j−1}] and h the slot's hidden row:
 //!
 //! * vanilla: m = e
-//! * gated: m = σ(Wg [h ; e] + b) ⊙ e, see [`super::gated_head`]
-//! * rnn: m = tanh(out), with a state that is carried from slot to slot, see [`super::rnn_head`]
+//! * gated: m = σ(Wg [h ; e] + b) ⊙ e, see `gated_head.rs`
+//! * rnn: m = tanh(out), with a state that is carried from slot to slot, see `rnn_head.rs`
 //!
 //! W1 is an embedding `[vocab, rank]`, W2 a linear map `rank → draft vocab`. The confidence head sees e, whatever the form.
 

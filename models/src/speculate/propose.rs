@@ -37,7 +37,8 @@ pub struct Proposal {
     pub tokens: Vec<u32>,
     /// The distribution that each token was drawn from.
     pub distributions: Vec<Distribution>,
-    /// Logits of each token's survival, given all before it; empty when the proposer has no confidence.
+    /// Logits of each token's survival, given all before it, calibrated where the drafter is; empty when the proposer has no
+    /// confidence.
     pub confidence_logits: Vec<f32>,
     /// Tokens at the end of the text that a lookup found again; 0 for a drafter. Longer matches are accepted more often.
     pub matched: usize,
@@ -271,6 +272,9 @@ impl Proposer for DSparkProposer<'_> {
             let confidence: Vec<f32> = head.logits(&used, embedding.as_ref())?.to_vec1()?;
             for (proposal, confidence) in proposals.iter_mut().zip(confidence.chunks_exact(steps)) {
                 proposal.confidence_logits.extend_from_slice(&confidence[..proposal.tokens.len()]);
+                if let Some(temperatures) = self.drafter.calibration() {
+                    temperatures.scale(&mut proposal.confidence_logits);
+                }
             }
         }
         Ok(proposals)

@@ -73,7 +73,7 @@ impl Weights {
 impl Entry {
     /// Some rows of a tensor of a shard.
     fn rows(&self, rows: &Range<usize>) -> Option<Self> {
-        let Place::Shard { map, range, dtype } = &self.place else { return None };
+        let Place::Shard { bytes, range, dtype } = &self.place else { return None };
         let all = *self.shape.first()?;
         if rows.start > rows.end || rows.end > all || !range.len().is_multiple_of(all.max(1)) {
             return None;
@@ -82,14 +82,14 @@ impl Entry {
         let range = range.start + rows.start * row..range.start + rows.end * row;
         let mut shape = self.shape.clone();
         shape[0] = rows.len();
-        Some(Self::new(shape, Place::Shard { map: map.clone(), range, dtype: *dtype }))
+        Some(Self::new(shape, Place::Shard { bytes: bytes.clone(), range, dtype: *dtype }))
     }
 
     fn view(&self) -> Result<Stored<'_>> {
         let shape = self.shape.as_slice();
         Ok(match &self.place {
-            Place::Shard { map, range, dtype } => {
-                Stored { dtype: *dtype, shape, data: Cow::Borrowed(&map[range.clone()]) }
+            Place::Shard { bytes, range, dtype } => {
+                Stored { dtype: *dtype, shape, data: Cow::Borrowed(&bytes[range.clone()]) }
             }
             Place::Gguf { file, name, interleaved_heads } => {
                 let tensor = file.tensor_f32(name)?;

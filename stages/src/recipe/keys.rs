@@ -54,9 +54,12 @@ pub(super) const KEYS: &[&str] = &[
     "train.weight_decay",
     "train.max_grad_norm",
     "train.loss_decay_gamma",
+    "train.ema",
     "train.checkpoint_every",
     "train.keep_checkpoints",
     "train.log_every",
+    "train.acceptance_every",
+    "train.acceptance_prompts",
     "train.seed",
     "train.phases",
     "train.phases.until",
@@ -78,6 +81,7 @@ pub(super) const KEYS: &[&str] = &[
     "eval.confidence_threshold",
     "eval.seed",
     "eval.adaptive",
+    "eval.calibration",
     "eval.batch_size",
 ];
 
@@ -89,6 +93,8 @@ const OPTIONAL: &[&str] = &[
     "init.from",
     "train.epochs",
     "train.steps",
+    "train.ema",
+    "train.acceptance_every",
     "eval.limit",
 ];
 

@@ -55,6 +55,8 @@ fn the_list_of_keys_is_that_of_the_fields() {
     recipe.init.from = Some("x".into());
     recipe.train.epochs = Some(1.0);
     recipe.train.steps = Some(1);
+    recipe.train.ema = Some(0.9);
+    recipe.train.acceptance_every = Some(1);
     recipe.eval.limit = Some(1);
     let mut found: BTreeSet<String> =
         recipe.entries().unwrap().into_keys().map(|key| key.replace("phases.0", "phases")).collect();
