@@ -146,6 +146,9 @@ pub struct DraftRecipe {
     pub num_layers: usize,
     /// Tokens proposed per round, the paper's γ.
     pub block_size: usize,
+    /// Steps of training-time test, for `eagle3` alone and the same as `block_size`. Optional: none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ttt_length: Option<usize>,
     /// Number of tokens that the drafter can propose: the most frequent ones of the answers. Fewer make it cheaper to train
     /// and to draft with; the output does not depend on it. Optional: the target's whole vocabulary.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -180,6 +183,8 @@ pub enum Algorithm {
     Dspark,
     /// The parallel backbone alone: rank 0 and no confidence head.
     Dflash,
+    /// One decoder layer that drafts token after token, trained by training-time test.
+    Eagle3,
 }
 
 /// Form of the Markov head.
@@ -238,7 +243,7 @@ pub struct TrainRecipe {
     pub batch_size: usize,
     /// Sequences per forward and backward pass; divides `batch_size`.
     pub micro_batch_size: usize,
-    /// Anchors drawn per sequence; fewer where a sequence has fewer.
+    /// Anchors drawn per sequence; fewer where a sequence has fewer. 0 for `eagle3`, which is trained at every position.
     pub num_anchors: usize,
     /// Peak learning rate.
     pub lr: f64,
@@ -250,6 +255,9 @@ pub struct TrainRecipe {
     pub max_grad_norm: f64,
     /// Slot k of a block weighs exp(−k / this); 0 = all the same.
     pub loss_decay_gamma: f64,
+    /// Step s of training-time test weighs this to the power of s, for `eagle3` alone. Optional: none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub step_loss_decay: Option<f64>,
     /// Steps between checkpoints.
     pub checkpoint_every: u64,
     /// Checkpoints kept, the newest.

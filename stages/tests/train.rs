@@ -15,7 +15,7 @@ use deepspec_models::linear::Precision as Packing;
 use deepspec_models::speculate::{CounterRng, Stream};
 use deepspec_models::target::Target;
 use deepspec_models::weights::Weights;
-use deepspec_stages::drafter::load_drafter;
+use deepspec_stages::drafter::{Drafter, load_drafter};
 use deepspec_stages::model_source::TextSide;
 use deepspec_stages::progress::{Context, Event, Interrupt, Reporter};
 use deepspec_stages::recipe::{Precision, Recipe};
@@ -211,6 +211,7 @@ fn the_map_is_that_of_the_supervised_tokens_and_its_coverage_is_told() {
     assert!(note.ends_with("% of the data, 0.00 % of samples that were not counted"), "{note}");
 
     let drafter = load_drafter(&outcome.checkpoint, bench.model.target.config(), Precision::F32).unwrap();
+    let Drafter::Block(drafter) = drafter else { panic!("a block drafter") };
     assert_eq!(drafter.vocabulary(), Some(&expected));
     let config: Value = serde_json::from_slice(&fs_err::read(outcome.checkpoint.join("config.json")).unwrap()).unwrap();
     assert_eq!((&config["draft_vocab_size"], &config["vocab_size"]), (&json!(9), &json!(320)));

@@ -36,7 +36,7 @@ pub(super) fn run(arguments: &EvalArguments, printer: &Printer, context: Context
     let drafter = match checkpoint.filter(|_| wanted) {
         Some(folder) => {
             let drafter = load_drafter(&folder, model.target.config(), setup.recipe.draft.precision)?;
-            context.note(format!("{}, from `{}`", describe(drafter.config()), folder.display()));
+            context.note(format!("{}, from `{}`", describe(&drafter.config()), folder.display()));
             Some(drafter)
         }
         None => None,

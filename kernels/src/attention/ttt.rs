@@ -98,9 +98,7 @@ impl Op {
     fn check(&self, q: &Rows<'_>, k: &Rows<'_>, v: &Rows<'_>) -> Result<()> {
         let HeadLayout { heads, kv_heads, head_dim } = self.pattern.heads;
         let (rows, keys, width) = (self.pattern.rows, self.key_rows(), kv_heads * head_dim);
-        if [q.count, q.cols, k.count, k.cols, v.count, v.cols]
-            != [rows, heads * head_dim, keys, width, keys, width]
-        {
+        if [q.count, q.cols, k.count, k.cols, v.count, v.cols] != [rows, heads * head_dim, keys, width, keys, width] {
             bail!(
                 "ttt-attention of {rows} rows over {keys} keys, {heads}/{kv_heads} heads of {head_dim} got q [{}, {}], k [{}, {}], v [{}, {}]",
                 q.count,

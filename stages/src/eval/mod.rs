@@ -20,7 +20,6 @@ use std::fmt::Write;
 use std::path::Path;
 
 use deepspec_datasets::renderer::Renderer;
-use deepspec_models::draft::DSpark;
 use deepspec_models::target::Target;
 use sha2::{Digest, Sha256};
 
@@ -30,6 +29,7 @@ pub use report::Table;
 use self::decode::{Difference, NO_DRAFTER, Plan, difference, is_greedy};
 use self::identity::{Fingerprints, identity};
 use self::outcome::{Answers, DrafterInfo, Origin, SCHEMA_VERSION};
+use crate::drafter::Drafter;
 use crate::error::{Error, Result};
 use crate::progress::{Context, Event};
 use crate::recipe::{Proposer, Recipe};
@@ -46,7 +46,7 @@ pub fn run(
     recipe: &Recipe,
     out_dir: &Path,
     target: &Target,
-    drafter: Option<&DSpark>,
+    drafter: Option<&Drafter>,
     renderer: &Renderer,
     provenance: &Provenance,
     ctx: Context<'_>,

@@ -52,6 +52,8 @@ fn the_list_of_keys_is_that_of_the_fields() {
     recipe.data.limit = Some(1);
     recipe.draft.vocab_size = Some(1);
     recipe.draft.sliding_window = Some(1);
+    recipe.draft.ttt_length = Some(1);
+    recipe.train.step_loss_decay = Some(1.0);
     recipe.init.from = Some("x".into());
     recipe.train.epochs = Some(1.0);
     recipe.train.steps = Some(1);

@@ -17,13 +17,14 @@ use std::time::Instant;
 
 use candle_core::{DType, Tensor};
 use deepspec_datasets::target_cache::{Expected, Reader};
-use deepspec_models::draft::{DSpark, DraftVocabulary, ParameterSource, Parameters, initialise};
+use deepspec_models::config::{DraftConfig, DrafterConfig};
+use deepspec_models::draft::{DraftVocabulary, ParameterSource, Parameters, eagle3, initialise};
 use deepspec_models::linear::{Linear, Packed, Precision as Packing};
 use deepspec_models::loss::dspark::LossHead;
 use deepspec_models::optimizer::{AdamWConfig, Optimizer, Schedule};
 use deepspec_models::weights::Weights;
 
-use crate::drafter::{describe, draft_config};
+use crate::drafter::{Drafter, describe, draft_config};
 use crate::error::{Error, Result};
 use crate::progress::{Context, Event};
 use crate::recipe::{LayersInit, MarkovInit, Precision, Recipe};
@@ -70,7 +71,7 @@ pub struct Training<'a> {
     parameters: Parameters,
     optimizer: Optimizer,
     pending: Pending,
-    drafter: DSpark,
+    drafter: Drafter,
     head: LossHead,
     frozen: Vec<(String, Tensor)>,
     coverage: Option<Coverage>,
@@ -88,19 +89,22 @@ impl<'a> Training<'a> {
         cache.expect_matches(&Expected {
             target: &model.name,
             target_fingerprint: &model.fingerprint,
-            layer_ids: &config.target_layer_ids,
-            hidden_size: config.body.hidden_size,
+            layer_ids: config.target_layer_ids(),
+            hidden_size: config.body().hidden_size,
             tokenizer_hash: model.text.tokenizer().hash(),
         })?;
-        if let Some(prepared) = cache.meta().mask_token_id.filter(|&id| id != config.mask_token_id) {
+        if let (DrafterConfig::Block(block), Some(prepared)) = (&config, cache.meta().mask_token_id)
+            && prepared != block.mask_token_id
+        {
             return Err(Error::Mismatch {
                 what: "mask_token_id".into(),
                 left: format!("{prepared} in the cache"),
-                right: format!("{} in the recipe", config.mask_token_id),
+                right: format!("{} in the recipe", block.mask_token_id),
                 hint: Some("prepare the cache again, in another run folder".into()),
             });
         }
-        let (vocabulary, coverage) = vocabulary::build(&config, model.target.config(), &cache)?.unzip();
+        let (vocabulary, coverage) =
+            vocabulary::build(config.draft_vocab_size(), model.target.config(), &cache)?.unzip();
         if let Some(coverage) = &coverage {
             ctx.note(format!("draft vocabulary: {coverage}"));
         }
@@ -127,7 +131,7 @@ impl<'a> Training<'a> {
             None => Pending::default(),
         };
         let frozen = checkpoint::frozen(&embed_tokens, &head)?;
-        let drafter = DSpark::new(config, embed_tokens, ParameterSource::Trainable(&parameters))?;
+        let drafter = Drafter::new(config, embed_tokens, ParameterSource::Trainable(&parameters))?;
         Ok(Self { recipe, run, cache, checkpoints, parameters, optimizer, pending, drafter, head, frozen, coverage })
     }
 
@@ -144,24 +148,28 @@ impl<'a> Training<'a> {
         }
         let schedule = Schedule::new(recipe.train.lr, batches.steps, recipe.train.warmup_ratio);
         let resumed_from = optimizer.step_count();
-        ctx.note(describe(drafter.config()));
+        let config = drafter.config();
+        ctx.note(describe(&config));
+        let anchors = match config {
+            DrafterConfig::Block(_) => format!(", {} anchors each", recipe.train.num_anchors),
+            DrafterConfig::Eagle3(_) => String::new(),
+        };
         ctx.note(format!(
-            "{} samples, {} tokens; {} steps of {} sequences, {} anchors each; {:.1} M trainable parameters",
+            "{} samples, {} tokens; {} steps of {} sequences{anchors}; {:.1} M trainable parameters",
             batches.samples(),
             self.cache.manifest().tokens,
             batches.steps,
             recipe.train.batch_size,
-            recipe.train.num_anchors,
             parameters.elements() as f64 / 1e6,
         ));
         if resumed_from > 0 {
             ctx.note(format!("going on from step {resumed_from}"));
         }
-        let mut log = TrainLog::open(self.run, resumed_from, self.pending, batches.steps, drafter.config())?;
+        let mut log = TrainLog::open(self.run, resumed_from, self.pending, batches.steps, &config)?;
         let started = Instant::now();
         ctx.reporter.event(Event::Started { task: "train", total: batches.steps, done: resumed_from, unit: "steps" });
         let save = |step: u64, optimizer: &Optimizer, log: &TrainLog| {
-            self.checkpoints.save(step, drafter.config(), &parameters, &self.frozen, optimizer, log.pending())
+            self.checkpoints.save(step, &config, &parameters, &self.frozen, optimizer, log.pending())
         };
         for step in resumed_from..batches.steps {
             let begun = Instant::now();
@@ -175,7 +183,7 @@ impl<'a> Training<'a> {
             let is_logged = number % recipe.train.log_every == 0 || number == batches.steps;
             let batch = batches.at(step)?;
             let done = step::run(&drafter, &parameters, &head, &weights, &mut optimizer, &batch, lr, is_logged)?;
-            log.count(&done.sums, done.tokens, begun.elapsed());
+            log.count(done.sums, done.tokens, begun.elapsed());
             if is_logged {
                 let line = log.write(number, &weights, lr, done.grad_norm)?;
                 ctx.reporter.event(Event::Line(&line));
@@ -236,7 +244,7 @@ fn loss_head(
 
 fn initial_parameters(
     recipe: &Recipe,
-    config: &deepspec_models::config::DraftConfig,
+    config: &DrafterConfig,
     cache: &Reader,
     model: &TargetModel,
     lm_head: &Tensor,
@@ -248,6 +256,28 @@ fn initial_parameters(
         let weights = Weights::from_folder(from, DType::F32, &candle_core::Device::Cpu)?;
         return checkpoint::read_parameters(&weights, config, vocabulary);
     }
+    match config {
+        DrafterConfig::Block(config) => initial_block(recipe, config, cache, model, lm_head, vocabulary, ctx),
+        DrafterConfig::Eagle3(config) => {
+            let mut parameters = eagle3::initialise::random(config, recipe.train.seed)?;
+            if recipe.init.layers == LayersInit::Target {
+                eagle3::initialise::from_target_layers(&mut parameters, config, &model.weights()?)?;
+                ctx.note("the layer, fc and norm start as the target's last layer");
+            }
+            Ok(parameters)
+        }
+    }
+}
+
+fn initial_block(
+    recipe: &Recipe,
+    config: &DraftConfig,
+    cache: &Reader,
+    model: &TargetModel,
+    lm_head: &Tensor,
+    vocabulary: Option<&DraftVocabulary>,
+    ctx: Context<'_>,
+) -> Result<Parameters> {
     let mut parameters = initialise::random(config, recipe.train.seed)?;
     if recipe.init.layers == LayersInit::Target {
         initialise::from_target_layers(&mut parameters, config, &model.weights()?)?;

@@ -67,13 +67,7 @@ impl Eagle3 {
     }
 
     /// Stores keys and values of the segments' rows; attends and goes on with the last row of each.
-    fn cached_rows(
-        &self,
-        cache: &KvCache,
-        hidden: &Tensor,
-        tokens: &[u32],
-        segments: Vec<Segment>,
-    ) -> Result<Tensor> {
+    fn cached_rows(&self, cache: &KvCache, hidden: &Tensor, tokens: &[u32], segments: Vec<Segment>) -> Result<Tensor> {
         let (rows, expected) = (hidden.dims()[0], segments.iter().map(|segment| segment.len).sum::<usize>());
         if rows != expected || tokens.len() != expected {
             return Err(Error::Batch(format!("{rows} hidden rows and {} tokens for {expected} rows", tokens.len())));

@@ -54,9 +54,8 @@ pub fn from_target_layers(parameters: &mut Parameters, config: &Eagle3Config, ta
         replaced.push((name, value));
     }
     let width = config.target_layer_ids.len() * hidden;
-    let select: Vec<f32> = (0..hidden * width)
-        .map(|at| if at % width == width - hidden + at / width { 1.0 } else { 0.0 })
-        .collect();
+    let select: Vec<f32> =
+        (0..hidden * width).map(|at| if at % width == width - hidden + at / width { 1.0 } else { 0.0 }).collect();
     replaced.push(("fc.weight".into(), Tensor::from_vec(select, (hidden, width), &Device::Cpu)?));
     replaced.push(("norm.weight".into(), target.get("model.norm.weight", &[hidden])?));
     for (name, value) in replaced {
