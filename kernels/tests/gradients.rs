@@ -169,7 +169,7 @@ proptest! {
         let pattern = TttAttention::new(&lengths, heads);
         let q = tensor(seed, rows, heads.heads * dim);
         let side = |side: u64| -> Vec<Tensor> {
-            (0..steps).map(|step| tensor(seed ^ (side << 8 | step as u64 + 1), rows, kv_heads * dim)).collect()
+            (0..steps).map(|step| tensor(seed ^ ((side << 8) + step as u64 + 1), rows, kv_heads * dim)).collect()
         };
         let (keys, values_of) = (side(1), side(2));
         let run = |t: &[Tensor]| {

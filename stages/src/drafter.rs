@@ -16,7 +16,6 @@ use crate::target_model::packing;
 
 /// A drafter of any kind, in training or loaded for drafting.
 #[derive(Debug)]
-#[expect(clippy::large_enum_variant, reason = "there is one of them in a process")]
 pub enum Drafter {
     /// DSpark or DFlash.
     Block(DSpark),

@@ -188,7 +188,11 @@ fn a29_an_interrupted_run_goes_on_to_the_same_bytes() {
     let timed = ["tokens_per_s", "step_ms", "mfu"];
     let metrics = |name: &str| -> Vec<Value> {
         let mut lines: Vec<Value> = read_journal(bench.open(name).1.metrics()).unwrap();
-        lines.iter_mut().for_each(|line| timed.iter().for_each(|key| line[*key] = Value::Null));
+        for line in &mut lines {
+            for key in timed {
+                line[key] = Value::Null;
+            }
+        }
         lines
     };
     assert_eq!(metrics("whole"), metrics("stopped"));
