@@ -7,7 +7,7 @@ use std::sync::Arc;
 use candle_core::{DType, Device, Tensor};
 use deepspec_models::checkpoint;
 use deepspec_models::config::{DrafterConfig, Eagle3Config};
-use deepspec_models::draft::eagle3::{Eagle3, initialise};
+use deepspec_models::draft::eagle3::{Eagle3, StepRows, initialise};
 use deepspec_models::draft::{ParameterSource, Parameters};
 use deepspec_models::linear::{Packed, Precision};
 use deepspec_models::loss::dspark::LossHead;
@@ -70,8 +70,9 @@ fn every_trainable_tensor_has_a_gradient_in_every_form() {
         for parameters in [parameters(&config), initialise::random(&config, 3).unwrap()] {
             let source = ParameterSource::Trainable(&parameters);
             let drafter = Eagle3::new(config.clone(), random(2, VOCAB, HIDDEN), source).unwrap();
-            let steps = drafter.train_hidden(&TOKENS, &features).unwrap();
-            let loss = eagle3_loss(&drafter, &head, &masks, &steps, &target, 20).unwrap();
+            let rows = StepRows::supervised(&masks, config.ttt_length);
+            let steps = drafter.train_hidden(&TOKENS, &features, &rows).unwrap();
+            let loss = eagle3_loss(&drafter, &head, &masks, &rows, &steps, &target, 20).unwrap();
             let grads = loss.loss.backward().unwrap();
             assert_eq!(parameters.iter().count(), DrafterConfig::Eagle3(config.clone()).trainable_shapes().len());
             for (name, var) in parameters.iter() {
@@ -91,7 +92,7 @@ fn drafting_computes_what_training_did_in_every_form() {
         let trained =
             Eagle3::new(config.clone(), embed_tokens.clone(), ParameterSource::Trainable(&parameters)).unwrap();
         let features = random(4, 16, 2 * HIDDEN);
-        let steps = trained.train_hidden(&TOKENS, &features).unwrap();
+        let steps = trained.train_hidden(&TOKENS, &features, &StepRows::all(16, config.ttt_length)).unwrap();
 
         let path = folder.path().join(number.to_string());
         let tensors: Vec<(&str, Tensor)> =

@@ -15,6 +15,7 @@ use std::sync::Arc;
 use candle_core::{DType, Device, Tensor, Var};
 use deepspec_kernels::linear::{Linear, Packed, Precision};
 use deepspec_models::config::{DrafterConfig, Eagle3Config};
+use deepspec_models::draft::eagle3::StepRows;
 use deepspec_models::draft::{DraftVocabulary, Eagle3, ParameterSource, Parameters};
 use deepspec_models::loss::dspark::LossHead;
 use deepspec_models::loss::eagle3::{Eagle3Loss, eagle3_loss};
@@ -106,13 +107,22 @@ impl Set {
         Tensor::cat(&rows, 0).unwrap()
     }
 
+    /// Output rows of every position at every step, and the loss.
     fn loss(&self, features: &Tensor) -> (Vec<Tensor>, Eagle3Loss) {
+        self.loss_over(features, &StepRows::all(features.dims()[0], self.drafter.config().ttt_length))
+    }
+
+    fn loss_over(&self, features: &Tensor, rows: &StepRows) -> (Vec<Tensor>, Eagle3Loss) {
         let tokens: Vec<&[u32]> = self.tokens.iter().map(Vec::as_slice).collect();
-        let masks: Vec<&[u8]> = self.masks.iter().map(Vec::as_slice).collect();
-        let steps = self.drafter.train_hidden(&tokens, features).unwrap();
+        let steps = self.drafter.train_hidden(&tokens, features, rows).unwrap();
         let target = self.ragged("in.target_last_hidden_states");
-        let loss = eagle3_loss(&self.drafter, &self.head, &masks, &steps, &target, self.positions).unwrap();
+        let masks = self.masks();
+        let loss = eagle3_loss(&self.drafter, &self.head, &masks, rows, &steps, &target, self.positions).unwrap();
         (steps, loss)
+    }
+
+    fn masks(&self) -> Vec<&[u8]> {
+        self.masks.iter().map(Vec::as_slice).collect()
     }
 }
 
@@ -171,7 +181,8 @@ fn golden_eagle3_forward_losses_metrics_and_gradients() {
 fn a5_the_ends_of_the_supervised_part_have_the_gradients_they_should() {
     let set = Set::load();
     let features = Var::from_tensor(&set.ragged("in.target_hidden_states")).unwrap();
-    let (_, loss) = set.loss(features.as_tensor());
+    let rows = StepRows::supervised(&set.masks(), set.drafter.config().ttt_length);
+    let (_, loss) = set.loss_over(features.as_tensor(), &rows);
     let grads = loss.loss.backward().unwrap();
     let grad = grads.get(&features).unwrap();
     let (_, width) = grad.dims2().unwrap();
@@ -187,7 +198,7 @@ fn a5_the_ends_of_the_supervised_part_have_the_gradients_they_should() {
 }
 
 #[test]
-fn sequences_do_not_see_each_other_and_micro_batches_add_up() {
+fn micro_batches_of_the_rows_that_count_add_up_to_the_whole() {
     let set = Set::load();
     let features = set.ragged("in.target_hidden_states");
     let target = set.ragged("in.target_last_hidden_states");
@@ -197,8 +208,9 @@ fn sequences_do_not_see_each_other_and_micro_batches_add_up() {
     let mut first = 0;
     for (tokens, mask) in set.tokens.iter().zip(&set.masks) {
         let part = |t: &Tensor| t.narrow(0, first, tokens.len()).unwrap();
-        let steps = set.drafter.train_hidden(&[tokens], &part(&features)).unwrap();
-        let loss = eagle3_loss(&set.drafter, &set.head, &[mask], &steps, &part(&target), set.positions).unwrap();
+        let rows = StepRows::supervised(&[mask], set.drafter.config().ttt_length);
+        let steps = set.drafter.train_hidden(&[tokens], &part(&features), &rows).unwrap();
+        let loss = eagle3_loss(&set.drafter, &set.head, &[mask], &rows, &steps, &part(&target), set.positions).unwrap();
         gradients.add(&set.parameters, &loss.loss.backward().unwrap()).unwrap();
         sums.add(&loss.sums);
         first += tokens.len();

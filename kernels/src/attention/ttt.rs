@@ -1,7 +1,7 @@
 //! Attention of Eagle3's training-time test, with gradients.
 //!
 //! At step s, row i of a sequence sees the first step's keys 0..=i and its own key of each step 1..=s: what a drafter has that
-//! drafted s tokens behind position i. Nothing of size [queries, keys] is kept: the backward pass computes the scores of one
+//! drafted s tokens behind position i. Later steps may go on with fewer rows. Nothing of size [queries, keys] is kept: the backward pass computes the scores of one
 //! row at a time again. There is no path for CUDA devices.
 
 use std::ops::Range;
@@ -14,7 +14,7 @@ use super::HeadLayout;
 use super::row::{backward_row, both, forward_row};
 use crate::rows::Rows;
 
-/// Keys and values of the steps so far.
+/// Keys and values of the steps so far: the first step's of all rows, the later ones' of the rows that are still at work.
 #[derive(Debug, Clone, Default)]
 pub struct StepKeys {
     keys: Vec<Tensor>,
@@ -22,10 +22,24 @@ pub struct StepKeys {
 }
 
 impl StepKeys {
-    /// Adds those of the next step, `[rows, kv_heads · head_dim]` each.
+    /// Adds those of the next step, `[rows at work, kv_heads · head_dim]` each.
     pub fn push(&mut self, keys: Tensor, values: Tensor) {
         self.keys.push(keys);
         self.values.push(values);
+    }
+
+    /// Goes on with a part of the rows: places among those at work.
+    ///
+    /// # Errors
+    /// When a place does not exist.
+    pub fn narrow(&mut self, kept: &[usize]) -> Result<()> {
+        for side in [&mut self.keys, &mut self.values] {
+            for step in side.iter_mut().skip(1) {
+                let kept: Vec<u32> = kept.iter().map(|&row| row as u32).collect();
+                *step = step.index_select(&Tensor::new(kept, step.device())?, 0)?;
+            }
+        }
+        Ok(())
     }
 
     /// Steps so far.
@@ -42,10 +56,8 @@ impl StepKeys {
 /// The first step's rows, then the later ones' row by row: what a row sees of later steps lies side by side.
 fn by_row(steps: &[Tensor]) -> Result<Tensor> {
     let Some((first, later)) = steps.split_first() else { bail!("ttt-attention without keys") };
-    if later.is_empty() {
-        return Ok(first.clone());
-    }
-    let (rows, width) = first.dims2()?;
+    let Some(last) = later.last() else { return Ok(first.clone()) };
+    let (rows, width) = last.dims2()?;
     Tensor::cat(&[first, &Tensor::stack(later, 1)?.reshape((rows * later.len(), width))?], 0)
 }
 
@@ -69,35 +81,58 @@ impl TttAttention {
         Self { sequences, rows, heads }
     }
 
-    /// Attends at the last step of `steps`.
+    /// Attends at the last step of `steps`, from the rows at work: `rows`, ascending.
     ///
     /// # Shapes
-    /// q `[rows, heads · head_dim]` → same
+    /// q `[rows at work, heads · head_dim]` → same
     ///
     /// # Errors
-    /// When there is no step or the shapes do not fit the pattern; on a CUDA device.
-    pub fn forward(&self, q: &Tensor, steps: &StepKeys) -> Result<Tensor> {
-        let op = Op { pattern: self.clone(), later: steps.len().saturating_sub(1) };
+    /// When there is no step or the rows or shapes do not fit the pattern; on a CUDA device.
+    pub fn forward(&self, q: &Tensor, rows: &[usize], steps: &StepKeys) -> Result<Tensor> {
+        if !rows.is_sorted_by(|a, b| a < b) || rows.last().is_some_and(|&last| last >= self.rows) {
+            bail!("ttt-attention from rows that do not ascend or are not among {}", self.rows);
+        }
+        let mut sequences = Vec::with_capacity(self.sequences.len());
+        let mut next = 0;
+        for sequence in self.sequences.iter() {
+            let first = next;
+            next += rows[first..].partition_point(|&row| row < sequence.end);
+            sequences.push(Sequence { rows: sequence.clone(), at_work: first..next });
+        }
+        let later = steps.len().saturating_sub(1);
+        let op = Op { pattern: self.clone(), at_work: rows.into(), sequences: sequences.into(), later };
         q.apply_op3(&by_row(&steps.keys)?, &by_row(&steps.values)?, op)
     }
+}
+
+/// One sequence of a batch.
+#[derive(Debug, Clone)]
+struct Sequence {
+    /// Its rows.
+    rows: Range<usize>,
+    /// Which of those at work are its.
+    at_work: Range<usize>,
 }
 
 /// The pattern at one step.
 #[derive(Debug, Clone)]
 struct Op {
     pattern: TttAttention,
+    /// Rows that attend, among all.
+    at_work: Arc<[usize]>,
+    sequences: Arc<[Sequence]>,
     /// Steps after the first.
     later: usize,
 }
 
 impl Op {
     fn key_rows(&self) -> usize {
-        self.pattern.rows * (1 + self.later)
+        self.pattern.rows + self.at_work.len() * self.later
     }
 
     fn check(&self, q: &Rows<'_>, k: &Rows<'_>, v: &Rows<'_>) -> Result<()> {
         let HeadLayout { heads, kv_heads, head_dim } = self.pattern.heads;
-        let (rows, keys, width) = (self.pattern.rows, self.key_rows(), kv_heads * head_dim);
+        let (rows, keys, width) = (self.at_work.len(), self.key_rows(), kv_heads * head_dim);
         if [q.count, q.cols, k.count, k.cols, v.count, v.cols] != [rows, heads * head_dim, keys, width, keys, width] {
             bail!(
                 "ttt-attention of {rows} rows over {keys} keys, {heads}/{kv_heads} heads of {head_dim} got q [{}, {}], k [{}, {}], v [{}, {}]",
@@ -112,10 +147,10 @@ impl Op {
         Ok(())
     }
 
-    /// The two stretches of key rows that a row sees.
-    fn keys(&self, sequence: &Range<usize>, row: usize) -> [Range<usize>; 2] {
-        let own = self.pattern.rows + row * self.later;
-        [sequence.start..row + 1, own..own + self.later]
+    /// The two stretches of key rows that row `place` of those at work sees.
+    fn keys(&self, sequence: &Range<usize>, place: usize) -> [Range<usize>; 2] {
+        let own = self.pattern.rows + place * self.later;
+        [sequence.start..self.at_work[place] + 1, own..own + self.later]
     }
 }
 
@@ -136,11 +171,11 @@ impl CustomOp3 for Op {
         let q = Rows::new(self.name(), q, ql)?;
         let (k, v) = (Rows::new(self.name(), k, kl)?, Rows::new(self.name(), v, vl)?);
         self.check(&q, &k, &v)?;
-        let TttAttention { sequences, rows, heads } = &self.pattern;
-        let HeadLayout { heads: count, head_dim, .. } = *heads;
+        let heads = self.pattern.heads;
+        let HeadLayout { heads: count, head_dim, .. } = heads;
         let sequence_of: Vec<&Range<usize>> =
-            sequences.iter().flat_map(|sequence| std::iter::repeat_n(sequence, sequence.len())).collect();
-        let mut y = vec![0f32; rows * count * head_dim];
+            self.sequences.iter().flat_map(|part| std::iter::repeat_n(&part.rows, part.at_work.len())).collect();
+        let mut y = vec![0f32; q.count * count * head_dim];
         y.par_chunks_exact_mut(count * head_dim).enumerate().for_each_init(
             Vec::new,
             |scores: &mut Vec<f32>, (row, y)| {
@@ -153,7 +188,7 @@ impl CustomOp3 for Op {
                 }
             },
         );
-        Ok((CpuStorage::F32(y), Shape::from((*rows, count * head_dim))))
+        Ok((CpuStorage::F32(y), Shape::from((q.count, count * head_dim))))
     }
 
     fn bwd(
@@ -189,18 +224,19 @@ struct Part {
 }
 
 impl Backward {
-    fn part(&self, sequence: &Range<usize>, kv_head: usize, [q, k, v, grad]: [Rows<'_>; 4]) -> Part {
+    fn part(&self, Sequence { rows, at_work }: &Sequence, kv_head: usize, [q, k, v, grad]: [Rows<'_>; 4]) -> Part {
         let HeadLayout { head_dim, .. } = self.forward.pattern.heads;
         let (group, scale) = (self.forward.pattern.heads.group(), self.forward.pattern.heads.scale());
-        let (len, later) = (sequence.len(), self.forward.later);
+        let (len, later) = (rows.len(), self.forward.later);
+        let key_rows = len + at_work.len() * later;
         let mut part = Part {
-            dq: vec![0f32; len * group * head_dim],
-            dk: vec![0f32; len * (1 + later) * head_dim],
-            dv: vec![0f32; len * (1 + later) * head_dim],
+            dq: vec![0f32; at_work.len() * group * head_dim],
+            dk: vec![0f32; key_rows * head_dim],
+            dv: vec![0f32; key_rows * head_dim],
         };
         let (mut scores, mut products) = (Vec::new(), Vec::new());
-        for (i, row) in sequence.clone().enumerate() {
-            let keys = self.forward.keys(sequence, row);
+        for (i, row) in at_work.clone().enumerate() {
+            let keys = self.forward.keys(rows, row);
             let visible = both(&keys).count();
             scores.resize(visible, 0.0);
             products.resize(visible, 0.0);
@@ -248,24 +284,23 @@ impl CustomOp3 for Backward {
         let q = Rows::new(self.name(), q, ql)?;
         let (k, v) = (Rows::new(self.name(), k, kl)?, Rows::new(self.name(), v, vl)?);
         self.forward.check(&q, &k, &v)?;
-        let TttAttention { sequences, rows, heads } = &self.forward.pattern;
+        let TttAttention { rows, heads, .. } = &self.forward.pattern;
         let HeadLayout { heads: count, kv_heads, head_dim } = *heads;
-        let tasks: Vec<(&Range<usize>, usize)> =
-            sequences.iter().flat_map(|sequence| (0..kv_heads).map(move |head| (sequence, head))).collect();
-        let parts: Vec<Part> =
-            tasks.par_iter().map(|&(sequence, head)| self.part(sequence, head, [q, k, v, grad])).collect();
-        let (nq, nk) = (rows * count * head_dim, self.forward.key_rows() * kv_heads * head_dim);
+        let tasks: Vec<(&Sequence, usize)> =
+            self.forward.sequences.iter().flat_map(|part| (0..kv_heads).map(move |head| (part, head))).collect();
+        let parts: Vec<Part> = tasks.par_iter().map(|&(part, head)| self.part(part, head, [q, k, v, grad])).collect();
+        let (nq, nk) = (q.count * count * head_dim, self.forward.key_rows() * kv_heads * head_dim);
         let mut out = vec![0f32; nq + 2 * nk];
         let (dq, rest) = out.split_at_mut(nq);
         let (dk, dv) = rest.split_at_mut(nk);
         let width = heads.group() * head_dim;
-        for (&(sequence, kv_head), part) in tasks.iter().zip(&parts) {
-            for (i, row) in sequence.clone().enumerate() {
+        for (&(Sequence { rows: sequence, at_work }, kv_head), part) in tasks.iter().zip(&parts) {
+            for (i, row) in at_work.clone().enumerate() {
                 let at = row * count * head_dim + kv_head * width;
                 dq[at..at + width].copy_from_slice(&part.dq[i * width..(i + 1) * width]);
             }
             let later = self.forward.later;
-            let own = rows + sequence.start * later..rows + sequence.end * later;
+            let own = rows + at_work.start * later..rows + at_work.end * later;
             for (i, key) in sequence.clone().chain(own).enumerate() {
                 let at = (key * kv_heads + kv_head) * head_dim;
                 dk[at..at + head_dim].copy_from_slice(&part.dk[i * head_dim..(i + 1) * head_dim]);

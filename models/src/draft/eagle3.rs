@@ -12,6 +12,7 @@
 pub mod context;
 pub mod initialise;
 mod layer;
+mod rows;
 
 use std::collections::BTreeMap;
 
@@ -22,11 +23,13 @@ use deepspec_kernels::rms_norm;
 use deepspec_kernels::rope::RopeFrequencies;
 
 use self::layer::Eagle3Layer;
+pub use self::rows::StepRows;
+pub(crate) use self::rows::supervised_rows;
 use super::parameters::ParameterSource;
 use super::vocabulary::DraftVocabulary;
 use crate::config::{Eagle3Config, TargetConfig};
 use crate::error::{Error, Result};
-use crate::target::{embed, head_layout, rope_frequencies};
+use crate::target::{embed, head_layout, rope_frequencies, select_rows};
 
 /// An Eagle3 drafter.
 #[derive(Debug)]
@@ -137,39 +140,64 @@ impl Eagle3 {
         Ok(rms_norm(hidden, &self.norm, self.config.body.rms_norm_eps)?)
     }
 
-    /// Output rows of every step of training-time test, with gradients to every parameter but `norm`. Step s, row i predicts
-    /// token i + 2 + s; the last rows of a sequence, whose tokens lie behind its end, are meaningless and seen by no other row
-    /// that has a label.
+    /// Output rows of the steps of training-time test, with gradients to every parameter but `norm`. Step s, row i of a sequence
+    /// predicts token i + 2 + s. Rows whose tokens lie behind the end of their sequence are meaningless; no row that counts
+    /// sees them.
     ///
     /// # Shapes
-    /// features `[Σ tokens, layers · hidden]` in the order of the sequences → `ttt_length` of `[Σ tokens, hidden]`
+    /// features `[Σ tokens, layers · hidden]` in the order of the sequences → per step of `rows` `[its rows, hidden]`
     ///
     /// # Errors
-    /// When shapes do not fit or a token is outside the vocabulary.
-    pub fn train_hidden(&self, sequences: &[&[u32]], features: &Tensor) -> Result<Vec<Tensor>> {
+    /// When shapes do not fit, there is no row to compute or a token is outside the vocabulary.
+    pub fn train_hidden(&self, sequences: &[&[u32]], features: &Tensor, rows: &StepRows) -> Result<Vec<Tensor>> {
         let lengths: Vec<usize> = sequences.iter().map(|tokens| tokens.len()).collect();
-        let rows: usize = lengths.iter().sum();
-        if features.dims()[0] != rows {
-            return Err(Error::Batch(format!("{} feature rows for {rows} tokens", features.dims()[0])));
+        let count: usize = lengths.iter().sum();
+        if features.dims()[0] != count || rows.steps().is_empty() {
+            let steps = rows.steps().len();
+            return Err(Error::Batch(format!("{} feature rows for {count} tokens, {steps} steps", features.dims()[0])));
         }
+        let places: Vec<(&[u32], usize)> =
+            sequences.iter().flat_map(|tokens| (0..tokens.len()).map(move |position| (*tokens, position))).collect();
         let attention = TttAttention::new(&lengths, head_layout(&self.config.body));
         let mut keys = StepKeys::default();
         let mut hidden = self.feature_rows(features)?;
-        let mut steps = Vec::with_capacity(self.config.ttt_length);
-        for step in 0..self.config.ttt_length {
-            let positions: Vec<usize> = lengths.iter().flat_map(|&len| step..step + len).collect();
-            let angles = self.rope.at(&positions);
-            let shifted = |tokens: &&[u32]| -> Vec<u32> {
-                let from = tokens.len().min(step + 1);
-                tokens[from..].iter().copied().chain(std::iter::repeat_n(0, from)).collect()
-            };
-            let tokens: Vec<u32> = sequences.iter().flat_map(shifted).collect();
-            let input = self.layer.project(&embed(&self.embed_tokens, &tokens)?, &hidden, &angles)?;
+        let mut held: Vec<usize> = (0..count).collect();
+        let mut steps = Vec::with_capacity(rows.steps().len());
+        for (step, rows) in rows.steps().iter().enumerate() {
+            if step > 0
+                && let Some(kept) = places_of(rows, &held)?
+            {
+                hidden = select_rows(&hidden, &kept)?;
+                keys.narrow(&kept)?;
+                held.clone_from(rows);
+            }
+            let here = held.iter().map(|&row| places[row]);
+            let positions: Vec<usize> = here.clone().map(|(_, position)| position + step).collect();
+            let token = |(tokens, position): (&[u32], usize)| tokens.get(position + step + 1).copied().unwrap_or(0);
+            let tokens: Vec<u32> = here.map(token).collect();
+            let embedding = embed(&self.embed_tokens, &tokens)?;
+            let mut input = self.layer.project(&embedding, &hidden, &self.rope.at(&positions))?;
             keys.push(input.k, input.v);
-            let mixed = attention.forward(&input.q, &keys)?;
+            // The first step's keys are wanted of all rows, its outputs are not.
+            if let Some(kept) = places_of(rows, &held)? {
+                (input.q, input.residual) = (select_rows(&input.q, &kept)?, select_rows(&input.residual, &kept)?);
+                held.clone_from(rows);
+            }
+            let mixed = attention.forward(&input.q, rows, &keys)?;
             hidden = self.layer.finish(&input.residual, &mixed)?;
             steps.push(hidden.clone());
         }
         Ok(steps)
     }
+}
+
+/// Where rows stand among those held, both ascending; `None` when they are the same.
+fn places_of(rows: &[usize], held: &[usize]) -> Result<Option<Vec<usize>>> {
+    if rows == held {
+        return Ok(None);
+    }
+    let place = |row: &usize| {
+        held.binary_search(row).map_err(|_| Error::Batch(format!("row {row} is not among those of the step before")))
+    };
+    rows.iter().map(place).collect::<Result<_>>().map(Some)
 }

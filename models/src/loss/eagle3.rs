@@ -17,6 +17,7 @@ use serde::{Deserialize, Serialize};
 
 use super::dspark::LossHead;
 use crate::draft::Eagle3;
+use crate::draft::eagle3::{StepRows, supervised_rows};
 use crate::error::{Error, Result};
 
 /// Loss of a micro-batch.
@@ -31,7 +32,7 @@ pub struct Eagle3Loss {
 /// as long as its tokens.
 ///
 /// # Shapes
-/// steps: the `ttt_length` of `[rows, hidden]` of [`Eagle3::train_hidden`]; target_hidden `[rows, hidden]`
+/// steps: of [`Eagle3::train_hidden`] for the same `rows`; target_hidden `[Σ tokens, hidden]`
 ///
 /// # Errors
 /// When shapes do not fit.
@@ -39,19 +40,24 @@ pub fn eagle3_loss(
     drafter: &Eagle3,
     head: &LossHead,
     loss_masks: &[&[u8]],
+    rows: &StepRows,
     steps: &[Tensor],
     target_hidden: &Tensor,
     positions: usize,
 ) -> Result<Eagle3Loss> {
-    let rows: usize = loss_masks.iter().map(|mask| mask.len()).sum();
-    if steps.iter().any(|hidden| hidden.dims()[0] != rows) || target_hidden.dims()[0] != rows {
-        return Err(Error::Batch(format!("{} steps over loss masks of {rows} rows", steps.len())));
+    let count: usize = loss_masks.iter().map(|mask| mask.len()).sum();
+    let computed: usize = rows.steps().iter().map(Vec::len).sum();
+    let outputs: usize = steps.iter().map(|hidden| hidden.dims()[0]).sum();
+    if outputs != computed || target_hidden.dims()[0] != count {
+        let targets = target_hidden.dims()[0];
+        let problem = format!("{outputs} output rows of {computed}, {targets} target rows for loss masks of {count}");
+        return Err(Error::Batch(problem));
     }
     let decay = drafter.config().step_loss_decay;
-    let counted: Vec<Counted> = (0..steps.len()).flat_map(|step| counted(loss_masks, step)).collect();
+    let counted = counted(loss_masks, rows)?;
     let scale = |step: usize| decay.powi(step as i32) / positions.max(1) as f64;
     let loss_row = |counted: &Counted| LossRow {
-        row: counted.step * rows + counted.row,
+        row: counted.output,
         target: counted.row + 1 + counted.step,
         label: None,
         ce: 0.0,
@@ -73,9 +79,10 @@ pub fn eagle3_loss(
     let empty = |count: usize| Tensor::zeros((count, 0), hidden.dtype(), hidden.device());
     let out = op.forward(&hidden, &empty(hidden.dims()[0])?, &empty(head.draft.outputs())?, target_hidden)?;
     let loss = out.loss.squeeze(0)?;
-    let mut sums = Eagle3Sums { steps: vec![StepSums::default(); steps.len()], ..Eagle3Sums::default() };
+    let mut sums =
+        Eagle3Sums { steps: vec![StepSums::default(); drafter.config().ttt_length], ..Eagle3Sums::default() };
     sums.loss = f64::from(loss.detach().to_scalar::<f32>()?);
-    let mut chains = vec![Chain::default(); rows];
+    let mut chains = vec![Chain::default(); count];
     for (counted, terms) in counted.iter().zip(&out.terms) {
         let step = &mut sums.steps[counted.step];
         let (accepted, agrees) = (f64::from(terms.acceptance()), f64::from(u8::from(terms.agrees == Some(true))));
@@ -103,16 +110,22 @@ struct Counted {
     step: usize,
     /// Among all rows of the micro-batch.
     row: usize,
+    /// Among the output rows of all steps.
+    output: usize,
 }
 
-fn counted<'a>(loss_masks: &'a [&[u8]], step: usize) -> impl Iterator<Item = Counted> + use<'a> {
-    let mut first = 0;
-    loss_masks.iter().flat_map(move |mask| {
-        let start = first;
-        first += mask.len();
-        let rows = 0..mask.len().saturating_sub(1 + step);
-        rows.filter(move |row| mask[row + step] == 1).map(move |row| Counted { step, row: start + row })
-    })
+fn counted(loss_masks: &[&[u8]], rows: &StepRows) -> Result<Vec<Counted>> {
+    let (mut counted, mut first) = (Vec::new(), 0);
+    for (step, computed) in rows.steps().iter().enumerate() {
+        for row in supervised_rows(loss_masks, step) {
+            let Ok(place) = computed.binary_search(&row) else {
+                return Err(Error::Batch(format!("row {row} counts at step {step}, which did not compute it")));
+            };
+            counted.push(Counted { step, row, output: first + place });
+        }
+        first += computed.len();
+    }
+    Ok(counted)
 }
 
 /// What a proposal from one row would come to.

@@ -1,5 +1,6 @@
 //! One optimiser step: forward and backward per micro-batch by the drafter's algorithm, clipped update.
 
+use deepspec_models::draft::eagle3::StepRows;
 use deepspec_models::draft::{DSpark, Eagle3, Parameters};
 use deepspec_models::loss::dspark::{LossHead, LossWeights, MetricSums, Supervision, WeightSums, dspark_loss};
 use deepspec_models::loss::eagle3::{Eagle3Sums, eagle3_loss};
@@ -152,8 +153,9 @@ fn eagle3(
     let mut sums = Eagle3Sums::default();
     for micro in batch {
         let tokens: Vec<&[u32]> = micro.sequences.iter().map(|sequence| sequence.tokens).collect();
-        let steps = drafter.train_hidden(&tokens, &micro.features)?;
-        let loss = eagle3_loss(drafter, head, &micro.loss_masks, &steps, &micro.target_hidden, positions)?;
+        let rows = StepRows::supervised(&micro.loss_masks, drafter.config().ttt_length);
+        let steps = drafter.train_hidden(&tokens, &micro.features, &rows)?;
+        let loss = eagle3_loss(drafter, head, &micro.loss_masks, &rows, &steps, &micro.target_hidden, positions)?;
         gradients.add(parameters, &loss.loss.backward()?)?;
         sums.add(&loss.sums);
     }
