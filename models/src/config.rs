@@ -13,7 +13,7 @@ use std::path::Path;
 
 use serde_json::{Map, Value, json};
 
-pub use self::draft::{DraftConfig, MarkovHeadType};
+pub use self::draft::{BlockLayout, DraftConfig, MarkovHeadType};
 pub use self::drafter::DrafterConfig;
 pub use self::eagle3::Eagle3Config;
 use self::fields::Fields;

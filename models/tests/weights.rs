@@ -991,8 +991,22 @@ fn block_layout_is_told_inferred_or_refused() {
     let mut json = tiny_draft().to_json();
     json.as_object_mut().unwrap().remove("sample_from_anchor");
     assert!(parse_draft(&json).unwrap().sample_from_anchor);
-    for architecture in ["DFlashDraftModel", "DSparkDraftModel"] {
+    for (architecture, model_type, from_anchor) in [
+        ("DFlashDraftModel", Value::Null, false),
+        ("DFlashDraftModel", json!("dflash"), false),
+        ("DSparkDraftModel", json!("dspark"), true),
+        ("DSparkSpeculator", json!("dspark"), true),
+        ("DFlashSpeculator", json!("dflash"), false),
+    ] {
         json["architectures"] = json!([architecture]);
+        json["speculators_model_type"] = model_type;
+        assert_eq!(parse_draft(&json).unwrap().sample_from_anchor, from_anchor, "{architecture}");
+    }
+    for (architecture, model_type) in
+        [("DSparkDraftModel", Value::Null), ("DFlashSpeculator", Value::Null), ("Qwen3DSparkModel", json!("peagle"))]
+    {
+        json["architectures"] = json!([architecture]);
+        json["speculators_model_type"] = model_type;
         let error = parse_draft(&json).unwrap_err();
         assert!(matches!(&error, Error::AmbiguousLayout { .. }) && error.to_string().contains(architecture), "{error}");
         assert!(error.hint().unwrap().contains("sample_from_anchor"));

@@ -35,7 +35,9 @@ impl Drafter {
         })
     }
 
-    fn with_lm_head(self, lm_head: Linear) -> Self {
+    /// The drafter with an output head of its own, for drafting.
+    #[must_use]
+    pub fn with_lm_head(self, lm_head: Linear) -> Self {
         match self {
             Self::Block(drafter) => Self::Block(drafter.with_lm_head(lm_head)),
             Self::Eagle3(drafter) => Self::Eagle3(drafter.with_lm_head(lm_head)),
@@ -141,8 +143,10 @@ fn block_config(recipe: &Recipe, target: &TargetConfig) -> Result<DraftConfig> {
         markov_rank,
         markov_head_type: (markov_rank > 0).then_some(match draft.markov_head {
             MarkovHead::Vanilla => MarkovHeadType::Vanilla,
+            MarkovHead::Gated => MarkovHeadType::Gated,
+            MarkovHead::Rnn => MarkovHeadType::Rnn,
         }),
-        sample_from_anchor: true,
+        sample_from_anchor: draft.sample_from_anchor,
         sliding_window: draft.sliding_window,
     };
     config.validate(Path::new("recipe"))?;
@@ -208,10 +212,12 @@ fn describe_block(config: &DraftConfig) -> String {
     };
     let vocabulary = vocabulary(config.draft_vocab_size, &config.body);
     format!(
-        "drafter: {} draft layers, anchor-first blocks of {}, target layers {:?}, vocabulary {vocabulary}, {head}, \
-         confidence {}, window {}",
+        "drafter: {} draft layers, {} blocks of {} rows with {} proposals, target layers {:?}, vocabulary {vocabulary}, \
+         {head}, confidence {}, window {}",
         config.body.num_hidden_layers,
+        config.layout().name(),
         config.block_size,
+        config.proposals(),
         config.target_layer_ids,
         if config.enable_confidence_head { "on" } else { "off" },
         config.sliding_window.map_or("none".into(), |w| w.to_string()),

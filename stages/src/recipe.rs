@@ -144,11 +144,15 @@ pub struct DraftRecipe {
     pub algorithm: Algorithm,
     /// Decoder layers of the drafter.
     pub num_layers: usize,
-    /// Tokens proposed per round, the paper's γ.
+    /// Input rows per block: the tokens proposed per round, the paper's γ, or with `sample_from_anchor = false` one more.
     pub block_size: usize,
     /// Steps of training-time test, for `eagle3` alone and the same as `block_size`. Optional: none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ttt_length: Option<usize>,
+    /// Block layout. True: every row predicts the token after its position. False, 1+N: the anchor's row predicts nothing and
+    /// every other row the token at its own position. Optional: true.
+    #[serde(default = "anchor_first_by_default")]
+    pub sample_from_anchor: bool,
     /// Number of tokens that the drafter can propose: the most frequent ones of the answers. Fewer make it cheaper to train
     /// and to draft with; the output does not depend on it. Optional: the target's whole vocabulary.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -175,6 +179,10 @@ pub struct DraftRecipe {
     pub sliding_window: Option<usize>,
 }
 
+fn anchor_first_by_default() -> bool {
+    true
+}
+
 /// Kind of drafter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -193,6 +201,10 @@ pub enum Algorithm {
 pub enum MarkovHead {
     /// Bias from the previous token alone.
     Vanilla,
+    /// The same, scaled by a gate of the hidden row and the previous token.
+    Gated,
+    /// Bias from a state that remembers all tokens of the block.
+    Rnn,
 }
 
 /// `[init]`: what the drafter starts from.
@@ -223,7 +235,7 @@ pub enum LayersInit {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum MarkovInit {
-    /// Random, with no effect on the logits at first.
+    /// Random and small, with hardly any effect on the logits at first.
     Random,
     /// Low-rank factors of the target's bigram logits.
     Bigram,

@@ -279,3 +279,29 @@ fn the_targets_own_size_is_no_draft_vocabulary() {
     let weights = Weights::from_folder(&none.checkpoint, DType::F32, &Device::Cpu).unwrap();
     assert!(!weights.contains("d2t") && !weights.contains("t2d"));
 }
+
+#[test]
+fn every_head_and_layout_trains_from_its_start_and_resumes() {
+    let bench = Bench::new();
+    for (head, start) in [("gated", "bigram"), ("rnn", "bigram"), ("rnn", "random"), ("vanilla", "bigram")] {
+        let (head_key, start_key) = (format!("draft.markov_head={head}"), format!("init.markov={start}"));
+        let settings = [&*head_key, &*start_key, "draft.sample_from_anchor=false"];
+        let whole = bench.train(&format!("{head}-{start}"), &settings, None).0.unwrap();
+        let stopped = format!("{head}-{start}-stopped");
+        assert!(matches!(bench.train(&stopped, &settings, Some(3)).0, Err(Error::Interrupted { .. })));
+        let resumed = bench.train(&stopped, &settings, None).0.unwrap();
+        let read = |outcome: &TrainOutcome| fs_err::read(outcome.checkpoint.join("model.safetensors")).unwrap();
+        assert!(read(&whole) == read(&resumed), "{head} from {start}");
+        let drafter = load_drafter(&whole.checkpoint, bench.model.target.config(), Precision::F32).unwrap();
+        let Drafter::Block(drafter) = drafter else { panic!("a block drafter") };
+        let config = drafter.config();
+        assert_eq!((config.block_size, config.proposals(), config.sample_from_anchor), (3, 2, false));
+        assert_eq!(config.markov_head_type.unwrap().name(), head);
+
+        // Weights of another layout are no start.
+        let from = format!("init.from={}", whole.checkpoint.display());
+        let other = bench.train(&format!("{head}-{start}-other"), &[&*from, &*head_key], None);
+        let text = other.0.unwrap_err().to_string();
+        assert!(text.contains("block layout differs: 1+N in") && text.contains("anchor-first in the recipe"), "{text}");
+    }
+}

@@ -227,4 +227,8 @@ fn starts_and_checkpoints_of_other_kinds_are_told_apart() {
     random.overrides.push(format!("init.from={}", outcome.checkpoint.display()));
     let on = random.train("on", None).unwrap();
     assert!(on.metrics[0].1 < outcome.metrics[0].1, "{:?} after {:?}", on.metrics[0], outcome.metrics[0]);
+    // A start from a drafter of another kind is refused as such.
+    random.overrides.push("init.from=../models/tests/golden/decode/dflash".into());
+    let text = random.train("other", None).unwrap_err().to_string();
+    assert!(text.contains("kind of drafter") && text.contains("Eagle3 in the recipe"), "{text}");
 }

@@ -168,31 +168,37 @@ impl InplaceOp2 for Store<'_> {
             bail!("{}: rows {:?} for {count} positions of {heads:?}, cache {:?}", self.name(), rl.dims(), cl.dims());
         }
         self.attention.check_segments(cl.shape().elem_count(), self.side)?;
-        let cache = &mut cache[cl.start_offset()..];
-        let mut next = 0;
-        for segment in segments.iter() {
-            for position in segment.start..segment.start + segment.len {
-                for kv_head in 0..kv_heads {
-                    let row = rows.part(next, kv_head * head_dim, head_dim);
-                    let [keys, values] = self.attention.panels(segment.slot, kv_head);
-                    match self.side {
-                        Side::Keys => {
-                            let first = keys + position / PANEL * head_dim * PANEL + position % PANEL;
-                            for (key, &x) in cache[first..].iter_mut().step_by(PANEL).zip(row) {
-                                *key = x;
-                            }
+        let cache = Shared::new(cache[cl.start_offset()..].as_mut_ptr());
+        let places: Vec<(usize, usize)> =
+            segments.iter().flat_map(|s| (s.start..s.start + s.len).map(|position| (s.slot, position))).collect();
+        let store = |next: usize, (slot, position): (usize, usize)| {
+            for kv_head in 0..kv_heads {
+                let row = rows.part(next, kv_head * head_dim, head_dim);
+                let [keys, values] = self.attention.panels(slot, kv_head);
+                match self.side {
+                    Side::Keys => {
+                        let first = keys + position / PANEL * head_dim * PANEL + position % PANEL;
+                        for (i, key) in row.iter().enumerate() {
+                            // SAFETY: the checked segments lie inside the cache, and only a single share writes a place twice.
+                            unsafe { cache.write(first + i * PANEL, std::slice::from_ref(key)) };
                         }
-                        Side::Values => {
-                            for (part, x) in row.chunks(PANEL).enumerate() {
-                                let at = values + (part * capacity + position) * PANEL;
-                                cache[at..at + x.len()].copy_from_slice(x);
-                            }
+                    }
+                    Side::Values => {
+                        for (part, x) in row.chunks(PANEL).enumerate() {
+                            // SAFETY: as above.
+                            unsafe { cache.write(values + (part * capacity + position) * PANEL, x) };
                         }
                     }
                 }
-                next += 1;
             }
-        }
+        };
+        let is_worth_sharing = count * rows.cols >= 1 << 14 && !overlap(segments);
+        let shares = if is_worth_sharing { threads::count() } else { 1 };
+        threads::run(shares, |share| {
+            for next in count * share / shares..count * (share + 1) / shares {
+                store(next, places[next]);
+            }
+        });
         Ok(())
     }
 
@@ -211,6 +217,14 @@ impl InplaceOp2 for Store<'_> {
         let cache = cuda.start_mut::<f32>(cache, cl)?;
         device::store(&cuda, &self.attention.device_call(), side, &rows, *cache)
     }
+}
+
+/// Whether two segments share a place of the cache.
+fn overlap(segments: &[Segment]) -> bool {
+    segments.iter().enumerate().any(|(i, a)| {
+        let shares_with = |b: &&Segment| a.slot == b.slot && a.start < b.start + b.len && b.start < a.start + a.len;
+        segments[..i].iter().any(|b| shares_with(&b))
+    })
 }
 
 multiversion! {
@@ -314,16 +328,16 @@ impl RaggedAttention {
                 if !rest.is_empty() {
                     tile_f32(level, panel(&rest), &[weights(i, rest.clone())], std::slice::from_mut(tile));
                 }
+                // A row without a visible key stays zero.
                 if totals[i] > 0.0 || totals[i].is_nan() {
-                    let (row, column) = place(i);
-                    let width = PANEL.min(head_dim - part * PANEL);
-                    for y in &mut tile[..width] {
+                    for y in tile.iter_mut() {
                         *y /= totals[i];
                     }
-                    let at = row * heads * head_dim + column + part * PANEL;
-                    // SAFETY: the place is inside the row, and this task alone has this row and head.
-                    unsafe { out.write(at, &tile[..width]) };
                 }
+                let (row, column) = place(i);
+                let at = row * heads * head_dim + column + part * PANEL;
+                // SAFETY: the place is inside the row, and this task alone has this row and head.
+                unsafe { out.write(at, &tile[..PANEL.min(head_dim - part * PANEL)]) };
             }
         }
     }
@@ -365,7 +379,7 @@ impl CustomOp3 for RaggedAttention {
         self.check_segments(kl.shape().elem_count(), Side::Keys)?;
         self.check_segments(vl.shape().elem_count(), Side::Values)?;
         let (k, v) = (&k.as_slice::<f32>()?[kl.start_offset()..], &v.as_slice::<f32>()?[vl.start_offset()..]);
-        let mut y = vec![0f32; rows * heads * head_dim];
+        let mut y = Vec::with_capacity(rows * heads * head_dim);
         let out = Shared::new(y.as_mut_ptr());
         let tasks = self.tasks();
         let run = |task: &Task| SCRATCH.with_borrow_mut(|scratch| self.run(task, q, k, v, scratch, &out));
@@ -375,6 +389,8 @@ impl CustomOp3 for RaggedAttention {
         } else {
             threads::run(tasks.len(), |i| run(&tasks[i]));
         }
+        // SAFETY: the tasks have written all heads of all rows.
+        unsafe { y.set_len(rows * heads * head_dim) };
         Ok((CpuStorage::F32(y), Shape::from((rows, heads * head_dim))))
     }
 

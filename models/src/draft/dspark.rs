@@ -16,8 +16,8 @@ use super::confidence_head::ConfidenceHead;
 use super::markov_head::MarkovHead;
 use super::parameters::ParameterSource;
 use super::vocabulary::DraftVocabulary;
-use crate::config::{DraftConfig, MarkovHeadType};
-use crate::error::{Error, Result};
+use crate::config::DraftConfig;
+use crate::error::Result;
 use crate::target::{embed, head_layout, rope_frequencies};
 
 /// A drafter of the DSpark family.
@@ -51,23 +51,11 @@ impl DSpark {
     /// Builds the drafter over its tensors. `embed_tokens` is the target's, frozen.
     ///
     /// # Errors
-    /// When a tensor is missing or misshapen, the draft vocabulary is no map, or the config asks for a head or block layout that is not implemented.
+    /// When a tensor is missing or misshapen, or the draft vocabulary is no map.
     pub fn new(config: DraftConfig, embed_tokens: Tensor, source: ParameterSource<'_>) -> Result<Self> {
         let hidden = config.body.hidden_size;
-        let unsupported = |field: &str, found: &str, supported| {
-            Err(Error::Unsupported { path: "config.json".into(), field: field.into(), found: found.into(), supported })
-        };
-        if !config.sample_from_anchor {
-            return unsupported("sample_from_anchor", "false", "`true` (anchor-first blocks)");
-        }
-        if let Some(kind) = config.markov_head_type
-            && kind != MarkovHeadType::Vanilla
-        {
-            return unsupported("markov_head_type", kind.name(), "`vanilla`");
-        }
         let features = config.target_layer_ids.len() * hidden;
         let markov_features = if config.confidence_head_with_markov { config.markov_rank } else { 0 };
-        let (vocab, draft_vocab) = (config.body.vocab_size, config.draft_vocab());
         Ok(Self {
             fc: source.linear("fc", hidden, features, false)?,
             hidden_norm: source.tensor("hidden_norm.weight", &[hidden])?,
@@ -75,9 +63,7 @@ impl DSpark {
                 .map(|i| DraftLayer::new(&config.body, i, source))
                 .collect::<Result<_>>()?,
             norm: source.tensor("norm.weight", &[hidden])?,
-            markov_head: (config.markov_rank > 0)
-                .then(|| MarkovHead::new(vocab, draft_vocab, config.markov_rank, source))
-                .transpose()?,
+            markov_head: MarkovHead::new(&config, source)?,
             confidence_head: config
                 .enable_confidence_head
                 .then(|| ConfidenceHead::new(hidden, markov_features, source))
@@ -140,6 +126,24 @@ impl DSpark {
             .flat_map(|anchor| std::iter::once(anchor.unwrap_or(mask)).chain(std::iter::repeat_n(mask, size - 1)))
             .collect();
         embed(&self.embed_tokens, &tokens)
+    }
+
+    /// The rows of whole blocks that predict a token, in the order of their slots: see
+    /// [`BlockLayout`](crate::config::BlockLayout).
+    ///
+    /// # Shapes
+    /// `[blocks · block_size, width]` → `[blocks · proposals, width]`
+    ///
+    /// # Errors
+    /// When the rows are not whole blocks.
+    pub fn predicting_rows(&self, rows: &Tensor) -> Result<Tensor> {
+        let first = self.config.layout().first_predicting_row();
+        if first == 0 {
+            return Ok(rows.clone());
+        }
+        let width = rows.dims()[1];
+        let blocks = rows.reshape(((), self.config.block_size, width))?;
+        Ok(blocks.narrow(1, first, self.config.proposals())?.contiguous()?.reshape(((), width))?)
     }
 
     /// Final hidden rows of all blocks of a training batch, with gradients to every parameter of the backbone.

@@ -1,14 +1,16 @@
-//! Drafters: the DSpark family (DFlash is its recipe without heads), and Eagle3.
+//! Drafters: the DSpark family with its Markov heads (DFlash is its recipe without heads), and Eagle3.
 
 pub mod backbone;
 pub mod confidence_head;
 pub mod context;
 pub mod dspark;
 pub mod eagle3;
+mod gated_head;
 pub mod initialise;
 pub mod markov_head;
 pub mod parallel_linear;
 pub mod parameters;
+mod rnn_head;
 pub mod vocabulary;
 
 pub use dspark::DSpark;

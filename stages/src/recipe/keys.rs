@@ -31,6 +31,7 @@ pub(super) const KEYS: &[&str] = &[
     "draft.num_layers",
     "draft.block_size",
     "draft.ttt_length",
+    "draft.sample_from_anchor",
     "draft.vocab_size",
     "draft.target_layer_ids",
     "draft.mask_token_id",

@@ -148,6 +148,7 @@ fn keys_of_other_algorithms_are_refused() {
         ("draft.markov_rank=8", "`draft.markov_rank` is 8, allowed: 0 for `eagle3`"),
         ("draft.confidence_head=true", "`draft.confidence_head` is true, allowed: false for `eagle3`"),
         ("draft.sliding_window=8", "`draft.sliding_window` is given"),
+        ("draft.sample_from_anchor=false", "`draft.sample_from_anchor` is false"),
         ("train.num_anchors=4", "`train.num_anchors` is 4, allowed: 0 for `eagle3`"),
         ("train.loss_decay_gamma=4.0", "`train.loss_decay_gamma` is 4, allowed: 0 for `eagle3`"),
         ("train.phases.0.ce=0.1", "`train.phases` is a list with other terms"),
@@ -231,6 +232,24 @@ fn values_out_of_range_are_named_with_what_is_allowed() {
         let error = Recipe::open("quickstart", &[assignment.to_owned()]).unwrap_err().to_string();
         assert!(error.contains(expected), "{assignment}: {error}");
     }
+}
+
+#[test]
+fn heads_and_layouts_are_read_and_anchor_first_is_the_default() {
+    let open = |overrides: &[&str]| {
+        let overrides: Vec<String> = overrides.iter().map(|text| (*text).to_owned()).collect();
+        Recipe::open("quickstart", &overrides)
+    };
+    let default = open(&[]).unwrap().draft;
+    assert!(default.sample_from_anchor && default.markov_head == super::MarkovHead::Vanilla);
+    for (name, head) in [("gated", super::MarkovHead::Gated), ("rnn", super::MarkovHead::Rnn)] {
+        let recipe = open(&[&format!("draft.markov_head={name}"), "draft.sample_from_anchor=false"]).unwrap();
+        assert_eq!((recipe.draft.markov_head, recipe.draft.sample_from_anchor), (head, false));
+        assert_eq!(recipe, recipe.to_toml().unwrap().parse().unwrap());
+    }
+    let error = open(&["draft.sample_from_anchor=false", "draft.block_size=1"]).unwrap_err().to_string();
+    assert!(error.contains("`draft.block_size` is 1, allowed: at least 2 with `sample_from_anchor` false"), "{error}");
+    assert!(open(&["draft.markov_head=lstm"]).unwrap_err().to_string().contains("lstm"));
 }
 
 #[test]

@@ -108,6 +108,12 @@ impl Recipe {
         problems.at_least_one("draft.num_layers", draft.num_layers as u64);
         let range = 1..=MAX_BLOCK_SIZE;
         problems.check(range.contains(&draft.block_size), "draft.block_size", draft.block_size, "1 to 256");
+        problems.check(
+            draft.sample_from_anchor || draft.block_size != 1,
+            "draft.block_size",
+            1,
+            "at least 2 with `sample_from_anchor` false, since the anchor's row predicts nothing",
+        );
         if let TargetLayers::Ids(ids) = &draft.target_layer_ids
             && let Err(allowed) = check_ids(ids, i32::MAX)
         {
@@ -166,6 +172,7 @@ impl Recipe {
         problems.check(draft.markov_rank == 0, "draft.markov_rank", draft.markov_rank, "0 for `eagle3`");
         problems.check(!draft.confidence_head, "draft.confidence_head", "true", "false for `eagle3`");
         problems.check(draft.sliding_window.is_none(), "draft.sliding_window", "given", "no such key for `eagle3`");
+        problems.check(draft.sample_from_anchor, "draft.sample_from_anchor", "false", "no such key for `eagle3`");
         problems.check(train.num_anchors == 0, "train.num_anchors", train.num_anchors, "0 for `eagle3`");
         let gamma = train.loss_decay_gamma;
         problems.check(gamma == 0.0, "train.loss_decay_gamma", gamma, "0 for `eagle3`");

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use deepspec_models::config::{DraftConfig, DrafterConfig, Eagle3Config, TargetConfig};
+use deepspec_models::config::{DraftConfig, DrafterConfig, Eagle3Config, MarkovHeadType, TargetConfig};
 use deepspec_models::linear::{Linear, Precision};
 use deepspec_models::loss::dspark::LossWeights;
 use serde::{Deserialize, Serialize};
@@ -179,8 +179,14 @@ fn flops_per_block_row(config: &DraftConfig) -> f64 {
     let body = &config.body;
     let layer = layer_weights(body, body.hidden_size);
     let (draft_vocab, vocab) = (config.draft_vocab(), body.vocab_size);
+    let rank = config.markov_rank;
+    let markov = match config.markov_head_type {
+        None | Some(MarkovHeadType::Vanilla) => draft_vocab * rank,
+        Some(MarkovHeadType::Gated) => draft_vocab * rank + rank * (body.hidden_size + rank),
+        Some(MarkovHeadType::Rnn) => draft_vocab * rank + 3 * rank * (body.hidden_size + 2 * rank),
+    };
     let heads = (4 * draft_vocab + 2 * vocab) * body.hidden_size;
-    (6 * (layer * body.num_hidden_layers + draft_vocab * config.markov_rank) + heads) as f64
+    (6 * (layer * body.num_hidden_layers + markov) + heads) as f64
 }
 
 /// The same for a step of training-time test; `fc` and the target's distribution serve all steps of a row.

@@ -11,7 +11,7 @@ pub mod step;
 pub mod tensorboard;
 pub mod vocabulary;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -253,6 +253,7 @@ fn initial_parameters(
 ) -> Result<Parameters> {
     if let Some(from) = &recipe.init.from {
         ctx.note(format!("starting from checkpoint `{}`", from.display()));
+        check_start(&DrafterConfig::from_folder(from)?, config, from)?;
         let weights = Weights::from_folder(from, DType::F32, &candle_core::Device::Cpu)?;
         return checkpoint::read_parameters(&weights, config, vocabulary);
     }
@@ -266,6 +267,38 @@ fn initial_parameters(
             }
             Ok(parameters)
         }
+    }
+}
+
+/// Refuses a checkpoint whose tensors would fit but mean something else.
+fn check_start(saved: &DrafterConfig, config: &DrafterConfig, from: &Path) -> Result<()> {
+    let mismatch = |what: &str, left: &str, right: &str, hint: &str| {
+        Err(Error::Mismatch {
+            what: what.into(),
+            left: format!("{left} in `{}`", from.display()),
+            right: format!("{right} in the recipe"),
+            hint: Some(hint.into()),
+        })
+    };
+    let kind = |config: &DrafterConfig| match config {
+        DrafterConfig::Block(_) => "a block drafter",
+        DrafterConfig::Eagle3(_) => "Eagle3",
+    };
+    match (saved, config) {
+        (DrafterConfig::Block(saved), DrafterConfig::Block(config)) if saved.layout() != config.layout() => {
+            let hint = "set `draft.sample_from_anchor` (and `draft.block_size`) as the checkpoint has them";
+            mismatch("block layout", saved.layout().name(), config.layout().name(), hint)
+        }
+        (DrafterConfig::Eagle3(saved), DrafterConfig::Eagle3(config))
+            if saved.norm_before_residual != config.norm_before_residual =>
+        {
+            let [saved, config] = [saved, config].map(|config| config.norm_before_residual.to_string());
+            mismatch("norm_before_residual", &saved, &config, "such a drafter cannot be trained on")
+        }
+        (DrafterConfig::Block(_), DrafterConfig::Block(_)) | (DrafterConfig::Eagle3(_), DrafterConfig::Eagle3(_)) => {
+            Ok(())
+        }
+        _ => mismatch("kind of drafter", kind(saved), kind(config), "set `draft.algorithm` as the checkpoint has it"),
     }
 }
 
@@ -286,8 +319,7 @@ fn initial_block(
     if recipe.init.markov == MarkovInit::Bigram && config.markov_rank > 0 {
         let rows = bigram::rows(cache, model, ctx)?;
         let (w1, w2) = initialise::bigram_factors(&rows, lm_head, vocabulary, config.markov_rank)?;
-        parameters.insert("markov_head.markov_w1.weight", &w1)?;
-        parameters.insert("markov_head.markov_w2.weight", &w2)?;
+        initialise::markov_from_bigram(&mut parameters, config, &w1, &w2)?;
         ctx.note(format!(
             "the Markov head starts as the target's bigram over {} tokens of the data",
             rows.tokens.len()
