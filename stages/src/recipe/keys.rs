@@ -30,6 +30,7 @@ pub(super) const KEYS: &[&str] = &[
     "draft.algorithm",
     "draft.num_layers",
     "draft.block_size",
+    "draft.ttt_length",
     "draft.sample_from_anchor",
     "draft.vocab_size",
     "draft.target_layer_ids",
@@ -54,6 +55,7 @@ pub(super) const KEYS: &[&str] = &[
     "train.weight_decay",
     "train.max_grad_norm",
     "train.loss_decay_gamma",
+    "train.step_loss_decay",
     "train.ema",
     "train.checkpoint_every",
     "train.keep_checkpoints",
@@ -88,9 +90,11 @@ pub(super) const KEYS: &[&str] = &[
 /// Keys that may be absent; `--set key=none` takes them out.
 const OPTIONAL: &[&str] = &[
     "data.limit",
+    "draft.ttt_length",
     "draft.vocab_size",
     "draft.sliding_window",
     "init.from",
+    "train.step_loss_decay",
     "train.epochs",
     "train.steps",
     "train.ema",
