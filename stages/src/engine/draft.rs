@@ -42,9 +42,10 @@ impl Engine<'_> {
             let source = &self.sources[index];
             for (place, sequence) in self.active.iter_mut().enumerate().filter(|(_, s)| !s.is_prefilling()) {
                 // The target adds one token of its own to whatever is accepted.
-                let most = source.block_size().min(sequence.remaining() - 1);
+                let most = source.block_size().min(self.longest_draft).min(sequence.remaining() - 1);
                 let draft = &mut drafts.all[place];
-                let (slots, is_probe) = match &self.adaptive {
+                let adaptive = self.adaptive.as_ref().filter(|_| !sequence.request.options.is_reproducible);
+                let (slots, is_probe) = match adaptive {
                     Some(adaptive) if !source.is_lookup() && most > 0 => {
                         let plan = adaptive.plan(&mut sequence.estimates, rivals[place], most, load);
                         draft.is_fallback = plan.is_fallback;
@@ -67,7 +68,8 @@ impl Engine<'_> {
                     draft.drafted = slots;
                 }
                 let gated = gate(&proposal, sequence.request.confidence_threshold);
-                let admitted = match &self.adaptive {
+                let adaptive = self.adaptive.as_ref().filter(|_| !sequence.request.options.is_reproducible);
+                let admitted = match adaptive {
                     None => gated,
                     Some(adaptive) if is_lookup => {
                         let (length, promise) = adaptive.admit_lookup(&mut sequence.estimates, &proposal, load);
