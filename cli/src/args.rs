@@ -1,8 +1,12 @@
 //! The command line. Doc comments here are the help texts.
 
+mod decoding;
+
 use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand};
+
+pub(crate) use decoding::{DecodingArguments, GenerateArguments, PrecisionChoice, ProposerChoice};
 
 /// Make a language model decode faster without changing its output.
 #[derive(Debug, Parser)]
@@ -49,6 +53,8 @@ pub(crate) enum Command {
     Train(RunArguments),
     /// Measure plain decoding, n-gram lookup and the drafter on held-out prompts.
     Eval(EvalArguments),
+    /// Answer one prompt on the terminal.
+    Generate(GenerateArguments),
     /// Show what a cache, checkpoint, model or data file holds, and what is wrong with it.
     Inspect(InspectArguments),
 }

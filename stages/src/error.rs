@@ -69,6 +69,18 @@ pub enum Error {
         /// What to do.
         hint: Option<String>,
     },
+    /// Something does not fit into memory.
+    #[error("{what} need {:.2} GB of memory, {:.2} GB are available", *needed as f64 / 1e9, *available as f64 / 1e9)]
+    Memory {
+        /// What would be kept there.
+        what: String,
+        /// Bytes needed.
+        needed: u64,
+        /// Bytes to be had.
+        available: u64,
+        /// What to do.
+        hint: String,
+    },
     /// A stage has nothing it could work on, or its input contradicts itself.
     #[error("{0}")]
     Input(String),
@@ -110,6 +122,7 @@ impl Error {
         match self {
             Self::Interrupted { .. } => Some("run the same command again to go on from there".into()),
             Self::ModelSource { hint, .. } | Self::RunDir { hint, .. } | Self::Mismatch { hint, .. } => hint.clone(),
+            Self::Memory { hint, .. } => Some(hint.clone()),
             Self::Model(error) => error.hint(),
             Self::Dataset(error) => error.hint(),
             Self::Cache(error) => error.hint(),

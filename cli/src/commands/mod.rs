@@ -1,6 +1,8 @@
 //! One file per command: its arguments, one call into the crates below, a printed summary.
 
+mod decoding;
 mod eval;
+mod generate;
 mod inspect;
 mod prepare;
 mod quickstart;
@@ -20,6 +22,7 @@ pub(crate) fn run(command: &Command, printer: &Printer, context: Context<'_>) ->
         Command::Prepare(arguments) => prepare::run(arguments, printer, context),
         Command::Train(arguments) => train::run(arguments, printer, context),
         Command::Eval(arguments) => eval::run(arguments, printer, context),
+        Command::Generate(arguments) => generate::run(arguments, printer, context),
         Command::Inspect(arguments) => inspect::run(arguments, printer, context),
     }
 }

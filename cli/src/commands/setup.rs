@@ -111,7 +111,7 @@ fn provenance() -> Provenance {
 }
 
 /// Processor, cores, memory and system, as far as the system tells.
-fn machine() -> String {
+pub(super) fn machine() -> String {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let field = |file: &str, name: &str| {
         let text = fs_err::read_to_string(file).ok()?;

@@ -13,8 +13,12 @@ pub mod commit;
 mod draft;
 mod estimates;
 mod length;
+mod share;
+pub mod prefix_scheduler;
 pub mod round;
+pub mod schedule;
 pub mod sequence;
+pub mod sps_profile;
 pub mod step_costs;
 pub mod text;
 
@@ -26,6 +30,8 @@ use deepspec_models::speculate::{Proposer, TokenLogprobs};
 use deepspec_models::target::Target;
 
 pub use adaptive::Adaptive;
+pub use schedule::{Schedule, Sources};
+pub use share::Allocation;
 pub use sequence::{FinishReason, Finished, Request, RequestOptions, RequestStats, RoundRecord};
 pub use step_costs::{StepCost, StepCosts};
 pub use text::TextOptions;
@@ -96,6 +102,7 @@ pub struct Engine<'a> {
     waiting: VecDeque<Request>,
     times: PhaseTimes,
     round_times: PhaseTimes,
+    rows: u64,
 }
 
 impl<'a> Engine<'a> {
@@ -144,6 +151,7 @@ impl<'a> Engine<'a> {
             waiting: VecDeque::new(),
             times: PhaseTimes::default(),
             round_times: PhaseTimes::default(),
+            rows: 0,
         })
     }
 
@@ -232,6 +240,16 @@ impl<'a> Engine<'a> {
     /// Time spent in steps in which no prompt was read: what rounds cost.
     pub fn round_times(&self) -> PhaseTimes {
         self.round_times
+    }
+
+    /// Tokens of the target's vocabulary.
+    pub fn vocab_size(&self) -> usize {
+        self.target.config().vocab_size
+    }
+
+    /// Rows that have gone through the target.
+    pub fn rows(&self) -> u64 {
+        self.rows
     }
 
     /// Name of the proposer.

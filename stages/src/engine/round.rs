@@ -50,6 +50,7 @@ impl Engine<'_> {
             wanted.extend(turn.logits.clone().map(|row| row_count + row));
             row_count += turn.tokens.len();
         }
+        self.rows += row_count as u64;
         let logits = if wanted.is_empty() { None } else { Some(self.target.logits(&rows.hidden, &wanted)?) };
         let verified = Instant::now();
         let (is_reading, load) = (turns.iter().any(|turn| !turn.is_round), turns.len());
