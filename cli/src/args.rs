@@ -6,7 +6,7 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand};
 
-pub(crate) use decoding::{DecodingArguments, GenerateArguments, PrecisionChoice, ProposerChoice};
+pub(crate) use decoding::{DecodingArguments, GenerateArguments, PrecisionChoice, ProposerChoice, ServeArguments};
 
 /// Make a language model decode faster without changing its output.
 #[derive(Debug, Parser)]
@@ -55,6 +55,8 @@ pub(crate) enum Command {
     Eval(EvalArguments),
     /// Answer one prompt on the terminal.
     Generate(GenerateArguments),
+    /// Serve target and drafter over HTTP, to anything that speaks OpenAI's API.
+    Serve(ServeArguments),
     /// Show what a cache, checkpoint, model or data file holds, and what is wrong with it.
     Inspect(InspectArguments),
 }

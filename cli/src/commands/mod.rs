@@ -6,6 +6,7 @@ mod generate;
 mod inspect;
 mod prepare;
 mod quickstart;
+mod serve;
 mod setup;
 mod tables;
 mod train;
@@ -23,6 +24,7 @@ pub(crate) fn run(command: &Command, printer: &Printer, context: Context<'_>) ->
         Command::Train(arguments) => train::run(arguments, printer, context),
         Command::Eval(arguments) => eval::run(arguments, printer, context),
         Command::Generate(arguments) => generate::run(arguments, printer, context),
+        Command::Serve(arguments) => serve::run(arguments, context),
         Command::Inspect(arguments) => inspect::run(arguments, printer, context),
     }
 }
