@@ -217,6 +217,11 @@ impl<'a> Engine<'a> {
         self.cache.slots()
     }
 
+    /// Slots that no sequence is in.
+    pub fn free_slots(&self) -> usize {
+        self.free.len()
+    }
+
     /// Most tokens of a sequence, prompt included.
     pub fn capacity(&self) -> usize {
         self.cache.capacity()

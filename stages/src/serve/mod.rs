@@ -115,6 +115,8 @@ impl Server {
         let connections = connections(self.listener, router(Arc::new(app)), stops)?;
         ctx.note(format!("listening on http://{}; the page is at /, the API at /v1", self.address));
         EngineLoop::new(engine, shared, options.has_drafter).run(&orders, options.drain, ctx);
+        // Requests that have come too late are told so.
+        drop(orders);
         let _ = stop.send(true);
         match connections.join() {
             Ok(ended) => Ok(ended?),
