@@ -16,7 +16,7 @@ use deepspec_models::speculate::{CounterRng, NoProposer, SamplingParams, Stream}
 use deepspec_models::target::Target;
 use deepspec_models::weights::Weights;
 use deepspec_stages::drafter::{Drafter, load_drafter};
-use deepspec_stages::engine::{Engine, Request};
+use deepspec_stages::engine::{Engine, Request, RequestOptions};
 use deepspec_stages::eval::metrics::{Acceptance, Round};
 use deepspec_stages::model_source::TextSide;
 use deepspec_stages::progress::{Context, Event, Interrupt, Reporter};
@@ -359,6 +359,7 @@ fn greedy_request(target: &Target, index: u64, first: u32) -> Request {
         max_new_tokens: 48,
         stop_ids: target.config().stop_ids.as_slice().into(),
         confidence_threshold: 0.0,
+        options: RequestOptions::default(),
     }
 }
 
