@@ -285,7 +285,9 @@ impl Error {
             Self::Layout { .. } => {
                 "layouts that are read: deepspec (the reference's), z-lab, speculators, SGLang, SpecForge and EAGLE-3 (`midlayer`)"
             }
-            Self::NotExpressible { .. } => "`deepspec` holds every drafter; `speculators` most",
+            Self::NotExpressible { .. } => {
+                "format `deepspec` holds every drafter; for engines train with `draft.qk_norm = true` and dense layers"
+            }
             Self::NotStored { .. } => "name the target that the drafter was trained for",
             Self::Corrupt { .. } | Self::Safetensors { .. } => "download or write the file again",
             Self::ShardIndex { .. } => "download all shards and the index from the same revision",

@@ -1,5 +1,9 @@
 //! Checkpoint formats: round trips through each of them, the exact keys and names that others look for, and strict reading.
-#![expect(clippy::unwrap_used, reason = "helpers of tests fail as tests do")]
+#![expect(
+    clippy::disallowed_methods,
+    clippy::unwrap_used,
+    reason = "tests read the environment to find golden data and fail as tests do"
+)]
 
 mod checkpoints;
 
@@ -84,6 +88,40 @@ fn every_format_gives_back_what_it_was_given() {
                 assert!(is_borrowed || before == after, "{format:?} {drafter:?} {}", before.0);
             }
             assert_eq!(content(&before).len(), content(&after).len(), "{format:?} {drafter:?}");
+        }
+    }
+}
+
+/// The reference's own checkpoints through every format that can hold them.
+#[test]
+fn golden_checkpoints_come_back_from_every_format() {
+    let root = std::env::var("DEEPSPEC_GOLDEN").map_or_else(|_| "tests/golden".into(), std::path::PathBuf::from);
+    let folder = TempDir::new().unwrap();
+    let heads = [Format::Deepspec, Format::Speculators, Format::Sglang, Format::Specforge];
+    let plain = [Format::Deepspec, Format::Speculators, Format::Specforge];
+    for (name, formats) in [
+        ("dspark_vanilla", &heads[..]),
+        ("dspark_gated", &heads),
+        ("dspark_rnn", &heads),
+        ("dspark_vanilla_noconf", &heads),
+        ("dflash", &plain),
+        ("eagle3", &plain[..2]),
+    ] {
+        let path = root.join(name);
+        if !path.is_dir() {
+            println!("skipped: no golden set `{name}`");
+            continue;
+        }
+        let before = open(&path, None).unwrap();
+        assert_eq!(before.format, Format::Deepspec);
+        for &format in formats {
+            before.write(format, folder.path().join("theirs"), &verifier(), None).unwrap();
+            let after = open(&folder.path().join("theirs"), None).unwrap();
+            assert_eq!(after.config, before.config, "{format:?} {name}");
+            let stored = |(tensor, ..): &(String, String, Vec<usize>, Vec<f32>)| after.weights.contains(tensor);
+            let kept: Vec<_> = content(&before).into_iter().filter(stored).collect();
+            assert_eq!(kept, content(&after), "{format:?} {name}");
+            assert!(kept.len() + 2 >= content(&before).len(), "{format:?} {name}");
         }
     }
 }
@@ -410,13 +448,20 @@ fn a12_layer_ids_in_four_conventions() {
 #[test]
 fn a12_the_last_layer_is_refused_in_every_format() {
     let folder = TempDir::new().unwrap();
-    for (format, drafter) in holdings().into_iter().filter(|(_, drafter)| !drafter.is_eagle3()) {
+    for (format, drafter) in holdings() {
         let (own, theirs) = (folder.path().join("own"), folder.path().join("theirs"));
         deepspec(&own, drafter, DType::F32);
         open(&own, None).unwrap().write(format, &theirs, &verifier(), None).unwrap();
         let (mut config, tensors) = (read_json(&theirs.join("config.json")), stored(&theirs));
-        let last = json!(format.layer_ids().write(&[-1, 0, 5]));
-        for pointer in ["/target_layer_ids", "/dflash_config/target_layer_ids", "/aux_hidden_state_layer_ids"] {
+        let ids = if drafter == Drafter::Eagle3 { vec![-1, 0, 1, 2, 5] } else { vec![-1, 0, 5] };
+        let last = json!(format.layer_ids().write(&ids));
+        for pointer in [
+            "/target_layer_ids",
+            "/dflash_config/target_layer_ids",
+            "/aux_hidden_state_layer_ids",
+            "/eagle_aux_hidden_state_layer_ids",
+            "/eagle_config/eagle_aux_hidden_state_layer_ids",
+        ] {
             if let Some(ids) = config.pointer_mut(pointer) {
                 *ids = last.clone();
             }
@@ -424,7 +469,7 @@ fn a12_the_last_layer_is_refused_in_every_format() {
         write_stored(&theirs, &config, &tensors);
         let message = open(&theirs, None).unwrap_err().to_string();
         assert!(
-            message.contains("[-1, 0, 5]") && message.contains("last layer is not allowed"),
+            message.contains(&format!("{ids:?}")) && message.contains("last layer is not allowed"),
             "{format:?}: {message}"
         );
     }
@@ -553,9 +598,15 @@ fn layers_that_a_config_does_not_tell_follow_from_the_format() {
     });
     // Two draft layers mean two target layers, for which this checkpoint's `fc` is too wide.
     assert!(found.unwrap_err().to_string().contains("expected [16, 32]"));
-    let eagle = reopened(Format::Specforge, Drafter::Eagle3Small, without("eagle_config")).unwrap();
-    // Hidden states 2, 3 and 3 of six layers: the rule needs a deeper target than this one.
-    assert_eq!(eagle.config["target_layer_ids"], json!([1, 2, 2]));
+    let eagle = |layers: u64| {
+        reopened(Format::Specforge, Drafter::Eagle3Small, |c| {
+            without("eagle_config")(c);
+            c["num_target_layers"] = json!(layers);
+        })
+    };
+    assert_eq!(eagle(28).unwrap().config["target_layer_ids"], json!([1, 13, 24]));
+    // Hidden states 2, 3 and 3 of six layers: the rule needs a deeper target.
+    assert!(eagle(6).unwrap_err().to_string().contains("[1, 2, 2]"));
     let vllm = reopened(Format::Specforge, Drafter::Eagle3Small, |c| {
         without("eagle_config")(c);
         c["eagle_aux_hidden_state_layer_ids"] = json!([1, 3, 5]);

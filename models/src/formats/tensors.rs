@@ -2,12 +2,11 @@
 
 use std::path::Path;
 
-use serde_json::{Value, json};
+use serde_json::Value;
 
-use super::json::Json;
 use super::{Format, Lender, is_eagle3};
-use crate::config::{DraftConfig, TargetConfig};
-use crate::draft::{DraftVocabulary, trainable_shapes};
+use crate::config::DrafterConfig;
+use crate::draft::DraftVocabulary;
 use crate::error::{Error, Result};
 use crate::weights::{Part, Weights, is_derived};
 
@@ -45,14 +44,10 @@ impl Slot {
 
 /// The tensors of the drafter that a config in the reference's layout describes.
 pub(super) fn slots(path: &Path, config: &Value) -> Result<Vec<Slot>> {
-    let (mut slots, vocab, hidden, draft_vocab) = if is_eagle3(config) {
-        eagle3(path, config)?
-    } else {
-        let config = DraftConfig::from_json(path, config)?;
-        let trained = trainable_shapes(&config).into_iter();
-        let slots = trained.map(|(name, shape)| Slot::new(name, &shape, Need::Required)).collect();
-        (slots, config.body.vocab_size, config.body.hidden_size, config.draft_vocab())
-    };
+    let config = DrafterConfig::from_json(path, config)?;
+    let (vocab, hidden, draft_vocab) = (config.body().vocab_size, config.body().hidden_size, config.draft_vocab());
+    let trained = config.trainable_shapes().into_iter();
+    let mut slots: Vec<Slot> = trained.map(|(name, shape)| Slot::new(name, &shape, Need::Required)).collect();
     slots.push(Slot::new("embed_tokens.weight", &[vocab, hidden], Need::Borrowed));
     // A drafter with fewer tokens than the target cannot borrow its head.
     let has_map = draft_vocab != vocab;
@@ -61,47 +56,6 @@ pub(super) fn slots(path: &Path, config: &Value) -> Result<Vec<Slot>> {
     slots.push(Slot::map("d2t", draft_vocab, if has_map { Need::Required } else { Need::Optional }));
     slots.push(Slot::map("t2d", vocab, Need::Optional));
     Ok(slots)
-}
-
-/// Trained tensors, vocabulary, width and draft vocabulary of an Eagle3 drafter.
-fn eagle3(path: &Path, config: &Value) -> Result<(Vec<Slot>, usize, usize, usize)> {
-    let json = Json::new(path, config)?;
-    let layers = json.integers("target_layer_ids")?.map_or(0, |ids| ids.len());
-    let draft_vocab = json.optional_size("draft_vocab_size")?;
-    let qk_norm = json.flag("qk_norm")?.unwrap_or(true);
-    let mut body = Json::new(path, config)?;
-    body.put("architectures", json!(["Qwen3ForCausalLM"]));
-    let body = TargetConfig::from_json(path, &body.into_value())?;
-    let TargetConfig { hidden_size, intermediate_size, head_dim, vocab_size, .. } = body;
-    let (q, kv) = (body.num_attention_heads * head_dim, body.num_key_value_heads * head_dim);
-    let mut slots = Vec::new();
-    let mut add = |name: String, shape: &[usize]| slots.push(Slot::new(name, shape, Need::Required));
-    add("fc.weight".into(), &[hidden_size, layers * hidden_size]);
-    add("norm.weight".into(), &[hidden_size]);
-    for layer in 0..body.num_hidden_layers {
-        for name in ["input_layernorm", "hidden_norm", "post_attention_layernorm"] {
-            add(format!("layers.{layer}.{name}.weight"), &[hidden_size]);
-        }
-        for (name, outputs, inputs, has_bias) in [
-            ("self_attn.q_proj", q, 2 * hidden_size, body.attention_bias),
-            ("self_attn.k_proj", kv, 2 * hidden_size, body.attention_bias),
-            ("self_attn.v_proj", kv, 2 * hidden_size, body.attention_bias),
-            ("self_attn.o_proj", hidden_size, q, body.attention_bias),
-            ("mlp.gate_proj", intermediate_size, hidden_size, body.mlp_bias),
-            ("mlp.up_proj", intermediate_size, hidden_size, body.mlp_bias),
-            ("mlp.down_proj", hidden_size, intermediate_size, body.mlp_bias),
-        ] {
-            add(format!("layers.{layer}.{name}.weight"), &[outputs, inputs]);
-            if has_bias {
-                add(format!("layers.{layer}.{name}.bias"), &[outputs]);
-            }
-        }
-        if qk_norm {
-            add(format!("layers.{layer}.self_attn.q_norm.weight"), &[head_dim]);
-            add(format!("layers.{layer}.self_attn.k_norm.weight"), &[head_dim]);
-        }
-    }
-    Ok((slots, vocab_size, hidden_size, draft_vocab.unwrap_or(vocab_size)))
 }
 
 /// Stored tensors under the reference's names. Every stored tensor is used, none is missing, shapes and types are those of the
@@ -150,9 +104,8 @@ pub(super) fn canonical(
 
 /// The map of a draft vocabulary must be one.
 pub(super) fn check_vocabulary(path: &Path, config: &Value, weights: &Weights) -> Result<()> {
-    if !is_eagle3(config) {
-        DraftVocabulary::read(weights, &DraftConfig::from_json(path, config)?)?;
-    }
+    let config = DrafterConfig::from_json(path, config)?;
+    DraftVocabulary::read_map(weights, config.draft_vocab(), config.body().vocab_size)?;
     Ok(())
 }
 

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use candle_core::{DType, Device};
-use deepspec_models::config::DraftConfig;
+use deepspec_models::config::{DrafterConfig, Eagle3Config};
 use deepspec_models::formats::{Canonical, Lender};
 use deepspec_stages::export::{block_rule, target_layer_ids};
 use serde_json::{Value, json};
@@ -20,11 +20,11 @@ pub(super) fn inspect(folder: &Path, target: Option<&Path>) -> anyhow::Result<Re
         return Ok(report);
     };
     let mut facts = json!({ "layout": drafter.format.name(), "block_rule": block_rule(&drafter) });
-    let more = if drafter.is_eagle3() {
-        eagle3_facts(folder, &drafter.config)
-    } else {
-        let config = report.ok(DraftConfig::from_json(&folder.join("config.json"), &drafter.config));
-        config.map_or(json!({}), |config| drafter_facts(folder, &config))
+    let config = report.ok(DrafterConfig::from_json(&folder.join("config.json"), &drafter.config));
+    let more = match &config {
+        Some(DrafterConfig::Block(config)) => drafter_facts(folder, config),
+        Some(DrafterConfig::Eagle3(config)) => eagle3_facts(folder, config),
+        None => json!({}),
     };
     for (key, value) in more.as_object().into_iter().flatten() {
         facts[key] = value.clone();
@@ -47,22 +47,23 @@ pub(super) fn inspect(folder: &Path, target: Option<&Path>) -> anyhow::Result<Re
     Ok(report)
 }
 
-fn eagle3_facts(folder: &Path, config: &Value) -> Value {
-    let vocab = &config["vocab_size"];
-    let draft_vocab = config.get("draft_vocab_size").unwrap_or(vocab);
+fn eagle3_facts(folder: &Path, config: &Eagle3Config) -> Value {
+    let body = &config.body;
+    let draft_vocab = config.draft_vocab_size.unwrap_or(body.vocab_size);
     json!({
         "path": folder.display().to_string(),
         "algorithm": "Eagle3",
-        "draft_vocabulary": format!("{draft_vocab} of {vocab} tokens"),
-        "ttt_length": config["ttt_length"],
-        "norm_before_residual": config["norm_before_residual"],
-        "qk_norm": config.get("qk_norm").unwrap_or(&json!(true)),
-        "draft_layers": config["num_hidden_layers"],
-        "num_target_layers": config["num_target_layers"],
-        "hidden_size": config["hidden_size"],
-        "intermediate_size": config["intermediate_size"],
-        "num_attention_heads": config["num_attention_heads"],
-        "num_key_value_heads": config["num_key_value_heads"],
-        "head_dim": config["head_dim"],
+        "draft_vocabulary": format!("{draft_vocab} of {} tokens", body.vocab_size),
+        "ttt_length": config.ttt_length,
+        "norm_before_residual": config.norm_before_residual,
+        "qk_norm": body.qk_norm,
+        "draft_layers": body.num_hidden_layers,
+        "num_target_layers": config.num_target_layers,
+        "hidden_size": body.hidden_size,
+        "intermediate_size": body.intermediate_size,
+        "num_attention_heads": body.num_attention_heads,
+        "num_key_value_heads": body.num_key_value_heads,
+        "head_dim": body.head_dim,
+        "rope_theta": body.rope.theta,
     })
 }

@@ -58,7 +58,9 @@ pub(super) fn inspect(folder: &Path, target: Option<&Path>) -> anyhow::Result<Re
     let types = report.ok(stored_types(folder)).unwrap_or_default();
     match &config {
         Some(Config::Drafter(config)) => {
-            report.facts("drafter", drafter_facts(folder, config));
+            let mut facts = drafter_facts(folder, config);
+            facts["layout"] = json!(Format::Deepspec.name());
+            report.facts("drafter", facts);
             add_layer_ids(&mut report, &config.target_layer_ids);
         }
         Some(Config::Target(config)) => report.facts("target", target_facts(folder, config, weights.as_ref())),
