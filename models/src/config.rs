@@ -5,6 +5,7 @@
 
 pub mod draft;
 mod fields;
+mod moe;
 pub mod rope;
 
 use std::path::Path;
@@ -13,6 +14,7 @@ use serde_json::{Map, Value, json};
 
 pub use self::draft::{DraftConfig, MarkovHeadType};
 use self::fields::Fields;
+pub use self::moe::MoeConfig;
 pub use self::rope::{RopeConfig, RopeScaling};
 use crate::error::{Error, Result};
 use crate::gguf::Gguf;

@@ -4,12 +4,12 @@ use std::path::Path;
 
 use candle_core::{DType, Device};
 use deepspec_models::checkpoint;
-use deepspec_models::config::{DraftConfig, MarkovHeadType, TargetConfig};
+use deepspec_models::config::{DraftConfig, MarkovHeadType, MoeConfig, TargetConfig};
 use deepspec_models::draft::{DSpark, ParameterSource};
 use deepspec_models::linear::Linear;
 
 use crate::error::{Error, Result};
-use crate::recipe::{Algorithm, MarkovHead, Precision, Recipe};
+use crate::recipe::{Algorithm, DraftRecipe, MarkovHead, Precision, Recipe, SharedExpert};
 use crate::target_model::packing;
 
 /// The configuration of the drafter that a recipe describes for a target.
@@ -41,9 +41,27 @@ pub fn draft_config(recipe: &Recipe, target: &TargetConfig) -> Result<DraftConfi
         }),
         sample_from_anchor: true,
         sliding_window: draft.sliding_window,
+        moe: experts(draft, target),
     };
     config.validate(Path::new("recipe"))?;
     Ok(config)
+}
+
+/// The mixture of experts that a recipe describes for a target.
+fn experts(draft: &DraftRecipe, target: &TargetConfig) -> Option<MoeConfig> {
+    let num_experts_per_tok = draft.experts_per_token?;
+    Some(MoeConfig {
+        num_experts: draft.num_experts?,
+        num_experts_per_tok,
+        moe_intermediate_size: draft.moe_intermediate_size?,
+        // The only weight of a token's experts would be 1 whatever the router says.
+        norm_topk_prob: num_experts_per_tok > 1,
+        shared_expert_intermediate_size: match draft.shared_expert {
+            None | Some(SharedExpert::AsTarget(false)) => 0,
+            Some(SharedExpert::AsTarget(true)) => target.intermediate_size,
+            Some(SharedExpert::Width(width)) => width,
+        },
+    })
 }
 
 /// Loads a checkpoint for inference beside its target; every tensor of it must be used.
@@ -88,11 +106,12 @@ pub fn describe(config: &DraftConfig) -> String {
     };
     format!(
         "drafter: {} draft layers, anchor-first blocks of {}, target layers {:?}, vocabulary {vocabulary}, {head}, \
-         confidence {}, window {}",
+         confidence {}, window {}, MLP {}",
         config.body.num_hidden_layers,
         config.block_size,
         config.target_layer_ids,
         if config.enable_confidence_head { "on" } else { "off" },
         config.sliding_window.map_or("none".into(), |w| w.to_string()),
+        config.moe.as_ref().map_or("like the target's".into(), |moe| format!("of {moe}")),
     )
 }

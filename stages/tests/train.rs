@@ -1,5 +1,5 @@
-//! The train stage with a draft vocabulary, on the tiny golden target and a cache made here: what the map holds and covers,
-//! what checkpoints bring back, what is refused.
+//! The train stage on the tiny golden target and a cache made here: what a draft vocabulary holds and covers, what checkpoints
+//! bring back, what is refused; experts and a window, trained and then decoded with.
 #![expect(clippy::disallowed_methods, clippy::unwrap_used, reason = "helpers of tests fail as tests do")]
 
 mod common;
@@ -12,10 +12,11 @@ use deepspec_datasets::target_cache::{CacheMeta, Plan, Reader, Sample, StorageMo
 use deepspec_models::config::{DraftConfig, TargetConfig};
 use deepspec_models::draft::DraftVocabulary;
 use deepspec_models::linear::Precision as Packing;
-use deepspec_models::speculate::{CounterRng, Stream};
+use deepspec_models::speculate::{CounterRng, DSparkProposer, NoProposer, Proposer, SamplingParams, Stream};
 use deepspec_models::target::Target;
 use deepspec_models::weights::Weights;
-use deepspec_stages::drafter::load_drafter;
+use deepspec_stages::drafter::{describe, load_drafter};
+use deepspec_stages::engine::{Engine, Finished, Request};
 use deepspec_stages::model_source::TextSide;
 use deepspec_stages::progress::{Context, Event, Interrupt, Reporter};
 use deepspec_stages::recipe::{Precision, Recipe};
@@ -154,17 +155,20 @@ impl Bench {
 
     /// Trains in the named folder, which gets a cache unless it has one; the user stops after some steps.
     fn train(&self, run: &str, overrides: &[&str], stop_after: Option<u64>) -> (Result<TrainOutcome>, Vec<String>) {
+        self.train_recipe(run, &Self::recipe(overrides), stop_after)
+    }
+
+    fn train_recipe(&self, run: &str, recipe: &Recipe, stop_after: Option<u64>) -> (Result<TrainOutcome>, Vec<String>) {
         let interrupt = Interrupt::new();
         let log = Log { notes: Mutex::default(), stop: stop_after.map(|limit| (limit, &interrupt)) };
         let provenance =
             Provenance { version: "test".into(), git_commit: None, started: "now".into(), machine: "here".into() };
-        let recipe = Self::recipe(overrides);
-        let run_dir = RunDir::create_or_open(self.folder.path().join(run), &recipe, &provenance).unwrap();
+        let run_dir = RunDir::create_or_open(self.folder.path().join(run), recipe, &provenance).unwrap();
         if !self.cache(run).exists() {
             write_cache(&self.cache(run), &self.model, self.first);
         }
         let context = Context { reporter: &log, interrupt: &interrupt };
-        let outcome = train::run(&recipe, &run_dir, &self.model, context);
+        let outcome = train::run(recipe, &run_dir, &self.model, context);
         (outcome, log.notes.into_inner().unwrap())
     }
 }
@@ -277,4 +281,73 @@ fn the_targets_own_size_is_no_draft_vocabulary() {
     }
     let weights = Weights::from_folder(&none.checkpoint, DType::F32, &Device::Cpu).unwrap();
     assert!(!weights.contains("d2t") && !weights.contains("t2d"));
+}
+
+/// The recipe of the production shape, of which only what the tiny target and cache ask for is changed.
+fn production_recipe() -> Recipe {
+    let overrides = [
+        "target.precision=f32",
+        "draft.target_layer_ids=[0, 2, 4]",
+        "draft.mask_token_id=319",
+        "draft.markov_rank=8",
+        "draft.num_experts=8",
+        "draft.moe_intermediate_size=16",
+        "draft.precision=f32",
+        "train.steps=6",
+        "train.batch_size=4",
+        "train.micro_batch_size=2",
+        "train.num_anchors=4",
+        "train.checkpoint_every=2",
+        "train.log_every=1",
+    ];
+    Recipe::open("dspark/qwen3_8b_moe", &overrides.map(str::to_owned)).unwrap()
+}
+
+#[test]
+fn the_production_shape_trains_resumes_and_decodes_losslessly() {
+    let (bench, recipe) = (Bench::new(), production_recipe());
+    let whole = bench.train_recipe("whole", &recipe, None).0.unwrap();
+    assert!(matches!(bench.train_recipe("stopped", &recipe, Some(3)).0, Err(Error::Interrupted { .. })));
+    let (resumed, notes) = bench.train_recipe("stopped", &recipe, None);
+    let resumed = resumed.unwrap();
+    for file in ["model.safetensors", "config.json", "training_state/model.safetensors"] {
+        let read = |outcome: &TrainOutcome| fs_err::read(outcome.checkpoint.join(file)).unwrap();
+        assert!(read(&whole) == read(&resumed), "{file} differs");
+    }
+    let metric = |name: &str| whole.metrics.iter().find(|(other, _)| other == name).unwrap().1;
+    // 1 for a balanced router; nearly that at a random start.
+    assert!((0.9..1.5).contains(&metric("load_balance_loss")), "{}", metric("load_balance_loss"));
+    assert!(metric("router_z_loss") > 0.0 && (0.125..=0.5).contains(&metric("busiest_expert_share")));
+    let target = &bench.model.target;
+    let drafter = load_drafter(&whole.checkpoint, target.config(), Precision::F32).unwrap();
+    let line = describe(drafter.config());
+    let experts = "window 128, MLP of 8 experts of width 16, 3 per token, and a shared one of ";
+    assert!(line.contains(experts) && notes.contains(&line), "{line}");
+
+    // Long enough for the ring of 160 rows to go round, the first prompt longer than the window.
+    let requests = || -> Vec<Request> {
+        let prompt = |len: u32| (0..len).map(|i| 40 + i * 7 % 90).collect();
+        let request = |id: usize, len| Request {
+            id: id as u64,
+            prompt: prompt(len),
+            sampling: SamplingParams::greedy(),
+            seed: 7,
+            max_new_tokens: 190,
+            stop_ids: Vec::new().into(),
+            confidence_threshold: 0.0,
+        };
+        [150, 3, 60].into_iter().enumerate().map(|(id, len)| request(id, len)).collect()
+    };
+    let decode = |proposer: Box<dyn Proposer + '_>| -> Vec<Finished> {
+        let mut finished = Engine::new(target, proposer, 2, 340).unwrap().run(requests(), |_| Ok(())).unwrap();
+        finished.sort_by_key(|done| done.request.id);
+        finished
+    };
+    let plain = decode(Box::new(NoProposer));
+    let drafted = decode(Box::new(DSparkProposer::new(&drafter, target.lm_head(), 2, 340).unwrap()));
+    for (plain, drafted) in plain.iter().zip(&drafted) {
+        assert_eq!(plain.output.len(), 190);
+        assert_eq!(plain.output, drafted.output, "request {}", plain.request.id);
+        assert!(drafted.rounds.iter().any(|round| round.proposed == 5), "blocks of five are proposed");
+    }
 }

@@ -6,6 +6,8 @@ pub mod context;
 pub mod dspark;
 pub mod initialise;
 pub mod markov_head;
+pub mod mlp;
+pub mod moe;
 pub mod parallel_linear;
 pub mod parameters;
 pub mod vocabulary;

@@ -162,13 +162,15 @@ fn short(time: Duration) -> String {
     }
 }
 
-/// Floating-point operations of one supervised row, forward and backward, attention left out: 6 per weight of the
-/// backbone and the Markov head, 2 + 2 per weight of the drafter's frozen head, and 2 of the target's for its distribution.
+/// Floating-point operations of one supervised row, forward and backward, attention left out: 6 per weight that a
+/// row meets in the backbone and the Markov head, 2 + 2 per weight of the drafter's frozen head, and 2 of the target's for its distribution.
 fn flops_per_block_row(config: &DraftConfig) -> f64 {
     let body = &config.body;
     let width = body.num_attention_heads * body.head_dim;
     let kv = body.num_key_value_heads * body.head_dim;
-    let layer = body.hidden_size * (2 * width + 2 * kv + 3 * body.intermediate_size);
+    let dense = || 3 * body.hidden_size * body.intermediate_size;
+    let mlp = config.moe.as_ref().map_or_else(dense, |moe| moe.active_weights(body.hidden_size));
+    let layer = body.hidden_size * (2 * width + 2 * kv) + mlp;
     let (draft_vocab, vocab) = (config.draft_vocab(), body.vocab_size);
     let heads = (4 * draft_vocab + 2 * vocab) * body.hidden_size;
     (6 * (layer * body.num_hidden_layers + draft_vocab * config.markov_rank) + heads) as f64
