@@ -27,6 +27,8 @@ const TILE_ROWS: usize = 12;
 const CHAINS: usize = 8;
 const LONG: usize = 8;
 const SMALL: usize = 1 << 18;
+/// Shares of a product with panels, so that threads of different speed end together.
+const SHARES_PER_THREAD: usize = 8;
 /// Multiply-adds below which a second thread costs more than it saves.
 const SERIAL_WORK: usize = 1 << 16;
 
@@ -145,6 +147,33 @@ fn product(level: Level, a: Matrix<'_>, b: Matrix<'_>, out: &mut [f32], add: boo
     threads::run(grid.blocks(), |index| block(level, a, b, &(0..a.cols), grid.block(index), add, &out));
 }
 
+/// out = a · B + c · d, with B `[a.cols, d.cols]` as panels `[d.cols/32][a.cols][32]`. `a` and `c` are row-major; C is written
+/// once, panel by panel, while each panel is in the cache.
+pub(crate) fn matmul_panels(a: Matrix<'_>, panels: &[f32], c: Matrix<'_>, d: Matrix<'_>, out: &mut [f32]) {
+    assert!(!a.is_transposed && !c.is_transposed && a.rows == c.rows && c.cols == d.rows, "shapes of both products");
+    assert_eq!(panels.len(), d.cols.div_ceil(PANEL) * a.cols * PANEL, "panels of all columns");
+    assert!(out.len() >= a.rows * d.cols, "output of {} x {} in {} elements", a.rows, d.cols, out.len());
+    if a.rows == 0 || a.cols == 0 {
+        return matmul(c, d, out, false);
+    }
+    let (level, count) = (level(), d.cols.div_ceil(PANEL));
+    let shares = count.min(SHARES_PER_THREAD * threads::count());
+    let out = Out { data: out.as_mut_ptr(), stride: d.cols };
+    threads::run(shares, |share| {
+        let mut panel_of_d = Aligned::zeros(d.rows * PANEL);
+        for i in count * share / shares..count * (share + 1) / shares {
+            let (col, width) = (i * PANEL, PANEL.min(d.cols - i * PANEL));
+            let panel = &panels[i * a.cols * PANEL..(i + 1) * a.cols * PANEL];
+            if d.rows == 0 {
+                tiles(level, &[(a.data, panel)], a.rows, (0, col), width, false, &out);
+            } else {
+                d.pack_panels(level, (0, col), d.rows, width, &mut panel_of_d);
+                tiles(level, &[(a.data, panel), (c.data, &panel_of_d)], a.rows, (0, col), width, false, &out);
+            }
+        }
+    });
+}
+
 /// How C is divided into blocks of whole tiles and panels.
 struct Grid {
     rows: usize,
@@ -215,7 +244,6 @@ fn packed_block(
     out: &Out,
 ) {
     let Block { row, rows, col, cols } = block;
-    let mut tile = [[0f32; PANEL]; TILE_ROWS];
     // Blocks of even depth.
     let depth = ks.len().div_ceil(ks.len().div_ceil(DEPTH).max(1)).max(1);
     for k in ks.clone().step_by(depth) {
@@ -224,32 +252,49 @@ fn packed_block(
         b.pack_panels(level, (k, col), depth, cols, &mut scratch.b);
         let adds = add || k > ks.start;
         for (i, panel) in scratch.b.chunks_exact(depth * PANEL).take(cols.div_ceil(PANEL)).enumerate() {
-            let width = PANEL.min(cols - i * PANEL);
-            for first in (0..rows).step_by(TILE_ROWS) {
-                let count = TILE_ROWS.min(rows - first);
-                let slices: [&[f32]; TILE_ROWS] = std::array::from_fn(|r| {
-                    let r = first + r.min(count - 1);
-                    &scratch.a[r * depth..(r + 1) * depth]
-                });
-                let place = |r: usize| (row + r, col + i * PANEL);
-                // SAFETY: the rows are inside this block of C, which this thread alone touches.
-                let mut places = std::array::from_fn::<_, TILE_ROWS, _>(|r| unsafe {
-                    out.part(place(first + r.min(count - 1)), if r < count { width } else { 0 })
-                });
-                let (places, tile) = (&mut places[..count], &mut tile[..count]);
-                if adds {
-                    read(places, tile);
-                } else {
-                    tile.fill([0.0; PANEL]);
-                }
-                for r in first + count..rows.min(first + count + TILE_ROWS) {
-                    // SAFETY: as above.
-                    prefetch(unsafe { out.part(place(r), width) });
-                }
-                tile_f32(level, panel, &slices[..count], tile);
-                write(tile, places);
-            }
+            let corner = (row, col + i * PANEL);
+            tiles(level, &[(&scratch.a, panel)], rows, corner, PANEL.min(cols - i * PANEL), adds, out);
         }
+    }
+}
+
+/// Rows from `corner` on and one panel's columns of C: the sum of the terms A·panel, each with contiguous rows of A, and of
+/// what C holds when it `adds`.
+fn tiles(
+    level: Level,
+    terms: &[(&[f32], &[f32])],
+    rows: usize,
+    (row, col): (usize, usize),
+    width: usize,
+    adds: bool,
+    out: &Out,
+) {
+    let mut tile = [[0f32; PANEL]; TILE_ROWS];
+    for first in (0..rows).step_by(TILE_ROWS) {
+        let count = TILE_ROWS.min(rows - first);
+        // SAFETY: the rows are inside a block of C that the caller gave to this thread alone.
+        let mut places = std::array::from_fn::<_, TILE_ROWS, _>(|r| unsafe {
+            out.part((row + first + r.min(count - 1), col), if r < count { width } else { 0 })
+        });
+        let (places, tile) = (&mut places[..count], &mut tile[..count]);
+        if adds {
+            read(places, tile);
+            for r in first + count..rows.min(first + count + TILE_ROWS) {
+                // SAFETY: as above.
+                prefetch(unsafe { out.part((row + r, col), width) });
+            }
+        } else {
+            tile.fill([0.0; PANEL]);
+        }
+        for (a, panel) in terms {
+            let depth = panel.len() / PANEL;
+            let slices: [&[f32]; TILE_ROWS] = std::array::from_fn(|r| {
+                let r = first + r.min(count - 1);
+                &a[r * depth..(r + 1) * depth]
+            });
+            tile_f32(level, panel, &slices[..count], tile);
+        }
+        write(tile, places);
     }
 }
 
@@ -348,6 +393,26 @@ mod tests {
                     }
                 }
             }
+        }
+    }
+
+    #[test]
+    fn panels_and_a_second_product() {
+        for (rows, width, rank, cols) in [(25, 40, 7, 70), (3, 5, 0, 32), (13, 0, 4, 33)] {
+            let (a, e, c, d) =
+                (random(1, rows * width), random(2, cols * width), random(3, rows * rank), random(4, cols * rank));
+            let mut panels = vec![0f32; cols.div_ceil(PANEL) * width * PANEL];
+            for (i, &weight) in e.iter().enumerate() {
+                let (col, k) = (i / width, i % width);
+                panels[(col / PANEL * width + k) * PANEL + col % PANEL] = weight;
+            }
+            let mut out = vec![f32::NAN; rows * cols];
+            let (c, d) = (Matrix::new(&c, rows, rank), Matrix::new(&d, cols, rank).t());
+            matmul_panels(Matrix::new(&a, rows, width), &panels, c, d, &mut out);
+            let mut expected = vec![0f32; rows * cols];
+            matmul(Matrix::new(&a, rows, width), Matrix::new(&e, cols, width).t(), &mut expected, false);
+            matmul(c, d, &mut expected, true);
+            assert_eq!(out, expected);
         }
     }
 

@@ -67,11 +67,6 @@ impl<'a> Rows<'a> {
         Ok(Self { data: &data[layout.start_offset()..], stride, count, cols })
     }
 
-    /// Rows of a plain slice.
-    pub(crate) fn contiguous(data: &'a [f32], cols: usize) -> Self {
-        Self { data, stride: cols, count: data.len() / cols, cols }
-    }
-
     /// Row `i`.
     #[inline]
     pub(crate) fn row(&self, i: usize) -> &'a [f32] {

@@ -25,7 +25,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use candle_core::{CpuStorage, CustomOp3, Layout, Result, Shape, Storage, Tensor, bail};
 
 use crate::linear::{Aligned, Packed};
-use crate::matmul::{Matrix, matmul};
+use crate::matmul::{Matrix, matmul, matmul_panels};
 use crate::rows::Rows;
 use crate::threads;
 use elementwise::{distance, gradient, kl_divergence, scale, softmax};
@@ -75,9 +75,9 @@ impl RowTerms {
 /// Settings of one call.
 #[derive(Debug, Clone)]
 pub struct VocabLoss {
-    /// The target's lm_head `[vocab, hidden]`.
+    /// The target's lm_head `[vocab, hidden]`, in f32.
     pub target_head: Arc<Packed>,
-    /// The drafter's lm_head `[draft vocab, hidden]`.
+    /// The drafter's lm_head `[draft vocab, hidden]`, in f32.
     pub draft_head: Arc<Packed>,
     /// The drafter's lm_head as a plain tensor, for the gradient.
     pub draft_head_weight: Tensor,
@@ -106,7 +106,8 @@ impl VocabLoss {
     /// hidden `[R, d]`, latent `[R, r]` and w2 `[draft vocab, r]` (r may be 0), target_hidden `[P, d]`
     ///
     /// # Errors
-    /// When shapes do not fit, a row points outside its tensor or the vocabulary, or draft tokens do not ascend.
+    /// When shapes do not fit, a head is not packed in f32 or has a bias, a row points outside its tensor or the vocabulary,
+    /// or draft tokens do not ascend.
     pub fn forward(
         self,
         hidden: &Tensor,
@@ -238,6 +239,13 @@ impl Op {
     }
 }
 
+fn plain_panels(head: &Packed) -> Result<&[f32]> {
+    match head.plain_panels() {
+        Some(panels) => Ok(panels),
+        None => bail!("vocab-loss: expected heads in f32 without a bias"),
+    }
+}
+
 /// Rows of a chunk whose logits over a vocabulary are held at a time.
 fn chunk_rows(vocab: usize) -> usize {
     (CHUNK_BYTES / (vocab * size_of::<f32>())).clamp(MIN_CHUNK_ROWS, CHUNK_ROWS)
@@ -274,6 +282,7 @@ impl CustomOp3 for Op {
         let target_hidden = Rows::new(self.name(), target_storage, target_layout)?;
         let w2_data = &w.as_slice::<f32>()?[wl.start_offset()..];
 
+        let panels = plain_panels(&settings.draft_head)?;
         let (vocab, width, rank) = (settings.draft_head.outputs(), hidden.cols, latent.cols);
         let mut order: Vec<usize> = (0..settings.rows.len()).collect();
         order.sort_by_key(|&i| settings.rows[i].target);
@@ -308,13 +317,11 @@ impl CustomOp3 for Op {
                 m.extend_from_slice(latent.row(row.row));
             }
             if settings.with_target {
-                targets.compute(settings, &rows, target_hidden);
+                targets.compute(settings, &rows, target_hidden)?;
             }
             let logits = &mut logits[..count * vocab];
-            settings.draft_head.forward(Rows::contiguous(h, width), logits);
-            if rank > 0 {
-                matmul(Matrix::new(m, count, rank), Matrix::new(w2_data, vocab, rank).t(), logits, true);
-            }
+            let (latent_rows, w2_columns) = (Matrix::new(m, count, rank), Matrix::new(w2_data, vocab, rank).t());
+            matmul_panels(Matrix::new(h, count, width), panels, latent_rows, w2_columns, logits);
             let targets = &*targets;
             let terms: Vec<OnceLock<RowTerms>> = vec![OnceLock::new(); count];
             threads::for_each_chunk(logits, vocab, true, |i, logits| {
@@ -366,6 +373,7 @@ impl CustomOp3 for Op {
             return self.device_gradients([h, m, w], grad).map(Into::into);
         }
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let factor = grad.squeeze(0)?.to_scalar::<f32>()?;
         let give = |data: &mut Vec<f32>, like: &Tensor| -> Result<Option<Tensor>> {
             let data = std::mem::take(data);
             if data.len() != like.elem_count() {
@@ -374,7 +382,8 @@ impl CustomOp3 for Op {
             if data.is_empty() {
                 return Ok(None);
             }
-            Tensor::from_vec(data, like.shape(), like.device())?.broadcast_mul(grad).map(Some)
+            let data = Tensor::from_vec(data, like.shape(), like.device())?;
+            if factor == 1.0 { Ok(Some(data)) } else { data.affine(f64::from(factor), 0.0).map(Some) }
         };
         let State { hidden, latent, w2, .. } = &mut *state;
         Ok((give(hidden, h)?, give(latent, m)?, give(w2, w)?))

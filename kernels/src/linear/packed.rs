@@ -134,6 +134,14 @@ impl Packed {
         }
     }
 
+    /// The panels `[outputs/32][inputs][32]`, where they are f32 and there is no bias.
+    pub(crate) fn plain_panels(&self) -> Option<&[f32]> {
+        match (&self.panels, &self.bias) {
+            (Panels::F32(data), None) => Some(data),
+            _ => None,
+        }
+    }
+
     /// y = x Wᵀ + b for all rows of `x`; `y` is row-major `[rows, outputs]`.
     pub(crate) fn forward(&self, x: Rows<'_>, y: &mut [f32]) {
         assert_eq!(y.len(), x.count * self.outputs, "output holds all rows");

@@ -3,6 +3,10 @@
 use crate::multiversion;
 use crate::simd::{exp_shifted, max, sum};
 
+/// Probabilities below this are taken for 0: what is computed from them would be subnormal numbers, on which processors take
+/// a hundred times as long.
+const NEGLIGIBLE: f32 = 1e-26;
+
 multiversion! {
     /// Logits → probabilities in place; returns log Σ e^u.
     pub(super) fn softmax(row: &mut [f32]) -> f32 {
@@ -10,7 +14,8 @@ multiversion! {
         let total = exp_shifted(row, largest);
         let inverse = 1.0 / total;
         for value in row.iter_mut() {
-            *value *= inverse;
+            let p = *value * inverse;
+            *value = if p < NEGLIGIBLE { 0.0 } else { p };
         }
         largest + total.ln()
     }

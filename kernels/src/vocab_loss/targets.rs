@@ -1,10 +1,12 @@
 //! The target's distributions at the positions of one chunk of rows: exact over its whole vocabulary, kept for the draft
 //! tokens.
 
+use candle_core::Result;
 use rayon::prelude::*;
 
 use super::elementwise::{softmax, total};
-use super::{LossRow, VocabLoss, chunk_rows};
+use super::{LossRow, VocabLoss, chunk_rows, plain_panels};
+use crate::matmul::{Matrix, matmul_panels};
 use crate::rows::Rows;
 use crate::threads;
 
@@ -53,7 +55,10 @@ pub(super) struct TargetRow<'a> {
 
 impl TargetDistributions {
     /// Computes p_t for the distinct target positions of a chunk (its rows are sorted by position).
-    pub(super) fn compute(&mut self, settings: &VocabLoss, rows: &[LossRow], target_hidden: Rows<'_>) {
+    ///
+    /// # Errors
+    /// When the head is not packed in f32.
+    pub(super) fn compute(&mut self, settings: &VocabLoss, rows: &[LossRow], target_hidden: Rows<'_>) -> Result<()> {
         let head = &settings.target_head;
         self.of_row.clear();
         self.gathered.clear();
@@ -67,27 +72,35 @@ impl TargetDistributions {
         }
         self.vocab = settings.draft_head.outputs();
         let (inputs, vocab, temperature) = (head.inputs(), head.outputs(), settings.kl_temperature);
-        self.plain.clear();
-        self.tempered.clear();
+        self.plain.missing.clear();
+        self.tempered.missing.clear();
+        let panels = plain_panels(head)?;
+        let logits_of = |hidden: &[f32], logits: &mut [f32]| {
+            let rows = hidden.len() / inputs;
+            let (nothing, of_nothing) = (Matrix::new(&[], rows, 0), Matrix::new(&[], 0, vocab));
+            matmul_panels(Matrix::new(hidden, rows, inputs), panels, nothing, of_nothing, logits);
+        };
         let Some(tokens) = &settings.draft_tokens else {
-            self.plain.probabilities.resize(distinct * vocab, 0.0);
-            head.forward(Rows::contiguous(&self.gathered, inputs), &mut self.plain.probabilities);
+            let plain = at_least(&mut self.plain.probabilities, distinct * vocab);
+            logits_of(&self.gathered, plain);
             if temperature != 1.0 {
-                self.tempered.probabilities.extend(self.plain.probabilities.iter().map(|logit| logit / temperature));
-                softmax_rows(&mut self.tempered.probabilities, vocab);
+                let tempered = at_least(&mut self.tempered.probabilities, distinct * vocab);
+                tempered.iter_mut().zip(&*plain).for_each(|(tempered, logit)| *tempered = logit / temperature);
+                softmax_rows(tempered, vocab);
             }
-            softmax_rows(&mut self.plain.probabilities, vocab);
-            return;
+            softmax_rows(plain, vocab);
+            return Ok(());
         };
         for group in self.gathered.chunks(inputs * GROUP_ROWS.min(chunk_rows(vocab))) {
-            self.logits.resize(group.len() / inputs * vocab, 0.0);
-            head.forward(Rows::contiguous(group, inputs), &mut self.logits);
+            let logits = at_least(&mut self.logits, group.len() / inputs * vocab);
+            logits_of(group, logits);
             if temperature != 1.0 {
-                let mut scaled: Vec<f32> = self.logits.iter().map(|logit| logit / temperature).collect();
+                let mut scaled: Vec<f32> = logits.iter().map(|logit| logit / temperature).collect();
                 self.tempered.extend(&mut scaled, vocab, tokens);
             }
-            self.plain.extend(&mut self.logits, vocab, tokens);
+            self.plain.extend(logits, vocab, tokens);
         }
+        Ok(())
     }
 
     /// What row `index` of the chunk compares itself with; `None` when nothing was computed.
@@ -100,20 +113,15 @@ impl TargetDistributions {
 }
 
 impl Kept {
-    fn clear(&mut self) {
-        self.probabilities.clear();
-        self.missing.clear();
-    }
-
     /// Turns logits of the whole vocabulary into probabilities, and takes over those of `tokens`.
     fn extend(&mut self, logits: &mut [f32], vocab: usize, tokens: &[u32]) {
         let before = self.missing.len();
         let after = before + logits.len() / vocab;
-        self.probabilities.resize(after * tokens.len(), 0.0);
+        let probabilities = at_least(&mut self.probabilities, after * tokens.len());
         self.missing.resize(after, 0.0);
         logits
             .par_chunks_exact_mut(vocab)
-            .zip(self.probabilities[before * tokens.len()..].par_chunks_exact_mut(tokens.len()))
+            .zip(probabilities[before * tokens.len()..].par_chunks_exact_mut(tokens.len()))
             .zip(&mut self.missing[before..])
             .for_each(|((row, kept), missing)| {
                 softmax(row);
@@ -129,6 +137,14 @@ impl Kept {
         let probabilities = self.probabilities.get(position * vocab..(position + 1) * vocab).unwrap_or_default();
         (probabilities, self.missing.get(position).copied().unwrap_or(0.0))
     }
+}
+
+/// The first `len` elements of a buffer that is made longer where need be; whoever asks overwrites them.
+fn at_least(buffer: &mut Vec<f32>, len: usize) -> &mut [f32] {
+    if buffer.len() < len {
+        buffer.resize(len, 0.0);
+    }
+    &mut buffer[..len]
 }
 
 fn softmax_rows(rows: &mut [f32], vocab: usize) {

@@ -34,7 +34,7 @@ fn the_table_of_recipes_names_every_file_and_every_file_is_built_in() {
     let rows: BTreeSet<&str> =
         readme.lines().filter_map(|line| line.strip_prefix("| `")?.split_once('`')).map(|(name, _)| name).collect();
     let mut files = BTreeSet::new();
-    for sub in ["", "dspark/", "dflash/"] {
+    for sub in ["", "dspark/", "dflash/", "eagle3/"] {
         let Ok(entries) = fs_err::read_dir(format!("{folder}/{sub}")) else { continue };
         for entry in entries {
             let name = entry.unwrap().file_name().into_string().unwrap();
