@@ -294,7 +294,7 @@ fn ragged_attention_over_a_ring() {
         }
         let addresses = [Simt.address(&keys), Simt.address(&v_cache)];
         let q = random.values(rows * heads.heads * head_dim);
-        let y = device::attention::ragged(&Simt, &call, &q.rows(heads.heads * head_dim), addresses).unwrap();
+        let y = device::attention::ragged(&Simt, &call, &Simt::view(&q, heads.heads * head_dim), addresses).unwrap();
         let expected = values(&op.forward(&tensor(&q, rows), &caches[0], &caches[1]).unwrap());
         assert_eq!(Simt.download(&keys).unwrap(), values(&caches[0]), "stored keys");
         assert_eq!(Simt.download(&v_cache).unwrap(), values(&caches[1]), "stored values");

@@ -95,17 +95,14 @@ impl Expected {
             self.linear(&at("self_attn.k_proj"), kv_width, hidden_size, attention_bias);
             self.linear(&at("self_attn.v_proj"), kv_width, hidden_size, attention_bias);
             self.linear(&at("self_attn.o_proj"), hidden_size, q_width, attention_bias);
-            match moe {
-                Some(moe) => {
-                    for (name, shape) in moe.tensors(hidden_size) {
-                        self.require(at(&name), &shape);
-                    }
+            if let Some(moe) = moe {
+                for (name, shape) in moe.tensors(hidden_size) {
+                    self.require(at(&name), &shape);
                 }
-                None => {
-                    self.linear(&at("mlp.gate_proj"), intermediate_size, hidden_size, mlp_bias);
-                    self.linear(&at("mlp.up_proj"), intermediate_size, hidden_size, mlp_bias);
-                    self.linear(&at("mlp.down_proj"), hidden_size, intermediate_size, mlp_bias);
-                }
+            } else {
+                self.linear(&at("mlp.gate_proj"), intermediate_size, hidden_size, mlp_bias);
+                self.linear(&at("mlp.up_proj"), intermediate_size, hidden_size, mlp_bias);
+                self.linear(&at("mlp.down_proj"), hidden_size, intermediate_size, mlp_bias);
             }
             if config.qk_norm {
                 self.require(at("self_attn.q_norm.weight"), &[head_dim]);
