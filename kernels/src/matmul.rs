@@ -158,7 +158,7 @@ pub(crate) fn matmul_panels(a: Matrix<'_>, panels: &[f32], c: Matrix<'_>, d: Mat
     }
     let (level, count) = (level(), d.cols.div_ceil(PANEL));
     let shares = count.min(SHARES_PER_THREAD * threads::count());
-    let out = Out { data: out.as_mut_ptr(), stride: d.cols };
+    let out = Out { data: Shared::new(out.as_mut_ptr()), stride: d.cols };
     threads::run(shares, |share| {
         let mut panel_of_d = Aligned::zeros(d.rows * PANEL);
         for i in count * share / shares..count * (share + 1) / shares {

@@ -12,7 +12,7 @@ use std::path::Path;
 
 use serde_json::{Map, Value, json};
 
-pub use self::draft::{DraftConfig, MarkovHeadType};
+pub use self::draft::{BlockLayout, DraftConfig, MarkovHeadType};
 use self::fields::Fields;
 pub use self::moe::MoeConfig;
 pub use self::rope::{RopeConfig, RopeScaling};

@@ -3,14 +3,15 @@
 use std::path::Path;
 
 use candle_core::{DType, Device};
-use deepspec_models::checkpoint;
 use deepspec_models::config::{DraftConfig, MarkovHeadType, MoeConfig, TargetConfig};
 use deepspec_models::draft::{DSpark, ParameterSource};
+use deepspec_models::formats::{Canonical, Lender};
 use deepspec_models::linear::Linear;
+use deepspec_models::weights::Weights;
 
 use crate::error::{Error, Result};
 use crate::recipe::{Algorithm, DraftRecipe, MarkovHead, Precision, Recipe, SharedExpert};
-use crate::target_model::packing;
+use crate::target_model::{TargetModel, packing};
 
 /// The configuration of the drafter that a recipe describes for a target.
 ///
@@ -38,8 +39,10 @@ pub fn draft_config(recipe: &Recipe, target: &TargetConfig) -> Result<DraftConfi
         markov_rank,
         markov_head_type: (markov_rank > 0).then_some(match draft.markov_head {
             MarkovHead::Vanilla => MarkovHeadType::Vanilla,
+            MarkovHead::Gated => MarkovHeadType::Gated,
+            MarkovHead::Rnn => MarkovHeadType::Rnn,
         }),
-        sample_from_anchor: true,
+        sample_from_anchor: draft.sample_from_anchor,
         sliding_window: draft.sliding_window,
         moe: experts(draft, target),
     };
@@ -64,13 +67,26 @@ fn experts(draft: &DraftRecipe, target: &TargetConfig) -> Option<MoeConfig> {
     })
 }
 
-/// Loads a checkpoint for inference beside its target; every tensor of it must be used.
+/// Loads a checkpoint of any layout for inference beside its target, whose embedding and head it may borrow; every tensor of it must
+/// be used.
 ///
 /// # Errors
 /// When the checkpoint is damaged or belongs to another target.
+pub fn load_drafter_for(folder: &Path, model: &TargetModel, precision: Precision) -> Result<DSpark> {
+    load(folder, open(folder, model)?, model.target.config(), precision)
+}
+
+/// As [`load_drafter_for`] for a checkpoint that borrows nothing.
+///
+/// # Errors
+/// As [`load_drafter_for`].
 pub fn load_drafter(folder: &Path, target: &TargetConfig, precision: Precision) -> Result<DSpark> {
-    let (json, weights) = checkpoint::load(folder, DType::F32, &Device::Cpu)?;
-    let config = DraftConfig::from_json(&folder.join("config.json"), &json)?;
+    load(folder, Canonical::open(folder, None, DType::F32, &Device::Cpu)?, target, precision)
+}
+
+fn load(folder: &Path, checkpoint: Canonical, target: &TargetConfig, precision: Precision) -> Result<DSpark> {
+    let Canonical { config, weights, .. } = checkpoint;
+    let config = DraftConfig::from_json(&folder.join("config.json"), &config)?;
     for (what, drafter, target) in [
         ("hidden_size", config.body.hidden_size, target.hidden_size),
         ("vocab_size", config.body.vocab_size, target.vocab_size),
@@ -85,13 +101,30 @@ pub fn load_drafter(folder: &Path, target: &TargetConfig, precision: Precision) 
             });
         }
     }
+    drafter_of(config, &weights, precision)
+}
+
+/// A drafter for inference from the tensors of its checkpoint, every one of which must be used.
+///
+/// # Errors
+/// When a tensor is missing, misshapen or left over.
+pub fn drafter_of(config: DraftConfig, weights: &Weights, precision: Precision) -> Result<DSpark> {
     let (vocab, draft_vocab, hidden) = (config.body.vocab_size, config.draft_vocab(), config.body.hidden_size);
     let packing = packing(precision);
     let embed_tokens = weights.get("embed_tokens.weight", &[vocab, hidden])?;
     let lm_head = Linear::frozen(&[&weights.get("lm_head.weight", &[draft_vocab, hidden])?], None, packing)?;
-    let drafter = DSpark::new(config, embed_tokens, ParameterSource::Frozen(&weights, packing))?;
+    let drafter = DSpark::new(config, embed_tokens, ParameterSource::Frozen(weights, packing))?;
     weights.finish()?;
     Ok(drafter.with_lm_head(lm_head))
+}
+
+/// A checkpoint of any layout, with what it leaves to its target.
+///
+/// # Errors
+/// As [`Canonical::open`].
+pub fn open(folder: &Path, model: &TargetModel) -> Result<Canonical> {
+    let lender = Lender::open(&model.path)?;
+    Ok(Canonical::open(folder, Some(&lender), DType::F32, &Device::Cpu)?)
 }
 
 /// One line that says what a drafter is.
@@ -105,10 +138,12 @@ pub fn describe(config: &DraftConfig) -> String {
         None => config.body.vocab_size.to_string(),
     };
     format!(
-        "drafter: {} draft layers, anchor-first blocks of {}, target layers {:?}, vocabulary {vocabulary}, {head}, \
-         confidence {}, window {}, MLP {}",
+        "drafter: {} draft layers, {} blocks of {} rows with {} proposals, target layers {:?}, vocabulary {vocabulary}, \
+         {head}, confidence {}, window {}, MLP {}",
         config.body.num_hidden_layers,
+        config.layout().name(),
         config.block_size,
+        config.proposals(),
         config.target_layer_ids,
         if config.enable_confidence_head { "on" } else { "off" },
         config.sliding_window.map_or("none".into(), |w| w.to_string()),

@@ -69,6 +69,14 @@ pub enum Error {
         /// What to do.
         hint: Option<String>,
     },
+    /// The table of confidence temperatures beside a checkpoint cannot be used.
+    #[error("calibration `{}`: {problem}", path.display())]
+    Calibration {
+        /// The file.
+        path: PathBuf,
+        /// Field, value found and what is expected.
+        problem: String,
+    },
     /// A stage has nothing it could work on, or its input contradicts itself.
     #[error("{0}")]
     Input(String),
@@ -110,6 +118,10 @@ impl Error {
         match self {
             Self::Interrupted { .. } => Some("run the same command again to go on from there".into()),
             Self::ModelSource { hint, .. } | Self::RunDir { hint, .. } | Self::Mismatch { hint, .. } => hint.clone(),
+            Self::Calibration { .. } => Some(
+                "fit it again with `deepspec eval --calibrate`, or do without it: `--set eval.calibration=false`"
+                    .into(),
+            ),
             Self::Model(error) => error.hint(),
             Self::Dataset(error) => error.hint(),
             Self::Cache(error) => error.hint(),

@@ -144,8 +144,12 @@ pub struct DraftRecipe {
     pub algorithm: Algorithm,
     /// Decoder layers of the drafter.
     pub num_layers: usize,
-    /// Tokens proposed per round, the paper's γ.
+    /// Input rows per block: the tokens proposed per round, the paper's γ, or with `sample_from_anchor = false` one more.
     pub block_size: usize,
+    /// Block layout. True: every row predicts the token after its position. False, 1+N: the anchor's row predicts nothing and
+    /// every other row the token at its own position. Optional: true.
+    #[serde(default = "anchor_first_by_default")]
+    pub sample_from_anchor: bool,
     /// Number of tokens that the drafter can propose: the most frequent ones of the answers. Fewer make it cheaper to train
     /// and to draft with; the output does not depend on it. Optional: the target's whole vocabulary.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -196,6 +200,10 @@ pub enum SharedExpert {
     Width(usize),
 }
 
+fn anchor_first_by_default() -> bool {
+    true
+}
+
 /// Kind of drafter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -212,6 +220,10 @@ pub enum Algorithm {
 pub enum MarkovHead {
     /// Bias from the previous token alone.
     Vanilla,
+    /// The same, scaled by a gate of the hidden row and the previous token.
+    Gated,
+    /// Bias from a state that remembers all tokens of the block.
+    Rnn,
 }
 
 /// `[init]`: what the drafter starts from.
@@ -242,7 +254,7 @@ pub enum LayersInit {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum MarkovInit {
-    /// Random, with no effect on the logits at first.
+    /// Random and small, with hardly any effect on the logits at first.
     Random,
     /// Low-rank factors of the target's bigram logits.
     Bigram,
@@ -280,16 +292,29 @@ pub struct TrainRecipe {
     /// Weight of the routers' z-loss, which keeps their logits small. Optional: 0.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub router_z: Option<f64>,
+    /// Decay of an exponential moving average of the weights, such as 0.999; checkpoints then hold the average. Optional: none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ema: Option<f64>,
     /// Steps between checkpoints.
     pub checkpoint_every: u64,
     /// Checkpoints kept, the newest.
     pub keep_checkpoints: usize,
     /// Steps between lines of the log.
     pub log_every: u64,
+    /// Steps between measurements of the acceptance that the drafter has by now, on a few prompts of the cache; 0 for none. The weights do not depend on it. Optional: none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub acceptance_every: Option<u64>,
+    /// Prompts of such a measurement, from the end of the cache. Optional: 8.
+    #[serde(default = "acceptance_prompts_by_default")]
+    pub acceptance_prompts: usize,
     /// Seed of the weights, the order of samples and the anchors.
     pub seed: u64,
     /// Weights of the loss terms, one entry per part of the run.
     pub phases: Vec<Phase>,
+}
+
+fn acceptance_prompts_by_default() -> usize {
+    8
 }
 
 /// One entry of `[[train.phases]]`: weights of the loss terms up to a part of the run.
@@ -350,13 +375,17 @@ pub struct EvalRecipe {
     /// Whether each round chooses if and how much to draft and to verify, by running estimates of what pays; if not, every
     /// proposal is verified whole. The output at temperature 0 and its distribution at others do not depend on it. Optional:
     /// true.
-    #[serde(default = "adaptive_by_default")]
+    #[serde(default = "on_by_default")]
     pub adaptive: bool,
+    /// Whether the drafter's confidences are scaled by the `calibration.json` beside its checkpoint, where there is one.
+    /// The output does not depend on it. Optional: true.
+    #[serde(default = "on_by_default")]
+    pub calibration: bool,
     /// Sequences decoded at once.
     pub batch_size: usize,
 }
 
-fn adaptive_by_default() -> bool {
+fn on_by_default() -> bool {
     true
 }
 

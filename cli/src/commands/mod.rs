@@ -1,6 +1,7 @@
 //! One file per command: its arguments, one call into the crates below, a printed summary.
 
 mod eval;
+mod export;
 mod inspect;
 mod prepare;
 mod quickstart;
@@ -20,6 +21,7 @@ pub(crate) fn run(command: &Command, printer: &Printer, context: Context<'_>) ->
         Command::Prepare(arguments) => prepare::run(arguments, printer, context),
         Command::Train(arguments) => train::run(arguments, printer, context),
         Command::Eval(arguments) => eval::run(arguments, printer, context),
+        Command::Export(arguments) => export::run(arguments, printer, context),
         Command::Inspect(arguments) => inspect::run(arguments, printer, context),
     }
 }

@@ -197,31 +197,40 @@ impl InplaceOp2 for Store<'_> {
             bail!("{}: rows {:?} for {count} positions of {heads:?}, cache {:?}", self.name(), rl.dims(), cl.dims());
         }
         self.attention.check_store(cl.shape().elem_count(), self.side)?;
-        let cache = &mut cache[cl.start_offset()..];
-        let mut next = 0;
-        for segment in segments.iter() {
-            for position in (segment.start..segment.start + segment.len).map(|position| position % capacity) {
-                for kv_head in 0..kv_heads {
-                    let row = rows.part(next, kv_head * head_dim, head_dim);
-                    let [keys, values] = self.attention.panels(segment.slot, kv_head);
-                    match self.side {
-                        Side::Keys => {
-                            let first = keys + position / PANEL * head_dim * PANEL + position % PANEL;
-                            for (key, &x) in cache[first..].iter_mut().step_by(PANEL).zip(row) {
-                                *key = x;
-                            }
+        let cache = Shared::new(cache[cl.start_offset()..].as_mut_ptr());
+        let places_of = |s: &Segment| {
+            let slot = s.slot;
+            (s.start..s.start + s.len).map(move |position| (slot, position % *capacity))
+        };
+        let places: Vec<(usize, usize)> = segments.iter().flat_map(places_of).collect();
+        let store = |next: usize, (slot, position): (usize, usize)| {
+            for kv_head in 0..kv_heads {
+                let row = rows.part(next, kv_head * head_dim, head_dim);
+                let [keys, values] = self.attention.panels(slot, kv_head);
+                match self.side {
+                    Side::Keys => {
+                        let first = keys + position / PANEL * head_dim * PANEL + position % PANEL;
+                        for (i, key) in row.iter().enumerate() {
+                            // SAFETY: the checked segments lie inside the cache, and only a single share writes a place twice.
+                            unsafe { cache.write(first + i * PANEL, std::slice::from_ref(key)) };
                         }
-                        Side::Values => {
-                            for (part, x) in row.chunks(PANEL).enumerate() {
-                                let at = values + (part * capacity + position) * PANEL;
-                                cache[at..at + x.len()].copy_from_slice(x);
-                            }
+                    }
+                    Side::Values => {
+                        for (part, x) in row.chunks(PANEL).enumerate() {
+                            // SAFETY: as above.
+                            unsafe { cache.write(values + (part * capacity + position) * PANEL, x) };
                         }
                     }
                 }
-                next += 1;
             }
-        }
+        };
+        let is_worth_sharing = count * rows.cols >= 1 << 14 && !overlap(segments, *capacity);
+        let shares = if is_worth_sharing { threads::count() } else { 1 };
+        threads::run(shares, |share| {
+            for next in count * share / shares..count * (share + 1) / shares {
+                store(next, places[next]);
+            }
+        });
         Ok(())
     }
 
@@ -240,6 +249,17 @@ impl InplaceOp2 for Store<'_> {
         let cache = cuda.start_mut::<f32>(cache, cl)?;
         device::store(&cuda, &self.attention.device_call(), side, &rows, *cache)
     }
+}
+
+/// Whether two segments, neither longer than a slot, share a place of the cache.
+fn overlap(segments: &[Segment], capacity: usize) -> bool {
+    let place = |segment: &Segment| segment.start % capacity.max(1);
+    // Places from the start of one segment to that of another, in the direction of positions.
+    let distance = |from: &Segment, to: &Segment| (place(to) + capacity - place(from)) % capacity.max(1);
+    segments.iter().enumerate().any(|(i, a)| {
+        let shares_with = |b: &Segment| a.slot == b.slot && (distance(a, b) < a.len || distance(b, a) < b.len);
+        segments[..i].iter().any(shares_with)
+    })
 }
 
 multiversion! {
@@ -345,16 +365,16 @@ impl RaggedAttention {
                 for keys in self.stretches(rest) {
                     tile_f32(level, panel(&keys), &[weights(i, keys.clone())], std::slice::from_mut(tile));
                 }
+                // A row without a visible key stays zero.
                 if totals[i] > 0.0 || totals[i].is_nan() {
-                    let (row, column) = place(i);
-                    let width = PANEL.min(head_dim - part * PANEL);
-                    for y in &mut tile[..width] {
+                    for y in tile.iter_mut() {
                         *y /= totals[i];
                     }
-                    let at = row * heads * head_dim + column + part * PANEL;
-                    // SAFETY: the place is inside the row, and this task alone has this row and head.
-                    unsafe { out.write(at, &tile[..width]) };
                 }
+                let (row, column) = place(i);
+                let at = row * heads * head_dim + column + part * PANEL;
+                // SAFETY: the place is inside the row, and this task alone has this row and head.
+                unsafe { out.write(at, &tile[..PANEL.min(head_dim - part * PANEL)]) };
             }
         }
     }
@@ -396,7 +416,7 @@ impl CustomOp3 for RaggedAttention {
         self.check_read(kl.shape().elem_count(), Side::Keys)?;
         self.check_read(vl.shape().elem_count(), Side::Values)?;
         let (k, v) = (&k.as_slice::<f32>()?[kl.start_offset()..], &v.as_slice::<f32>()?[vl.start_offset()..]);
-        let mut y = vec![0f32; rows * heads * head_dim];
+        let mut y = Vec::with_capacity(rows * heads * head_dim);
         let out = Shared::new(y.as_mut_ptr());
         let tasks = self.tasks();
         let run = |task: &Task| SCRATCH.with_borrow_mut(|scratch| self.run(task, q, k, v, scratch, &out));
@@ -406,6 +426,8 @@ impl CustomOp3 for RaggedAttention {
         } else {
             threads::run(tasks.len(), |i| run(&tasks[i]));
         }
+        // SAFETY: the tasks have written all heads of all rows.
+        unsafe { y.set_len(rows * heads * head_dim) };
         Ok((CpuStorage::F32(y), Shape::from((rows, heads * head_dim))))
     }
 

@@ -43,6 +43,53 @@ impl MarkovHeadType {
     }
 }
 
+/// Which rows of a block predict which tokens. Checkpoints name it by the flag `sample_from_anchor`.
+///
+/// Both layouts embed the anchor token in row 0 and the mask token in all others, at positions anchor, anchor + 1, ….
+/// Proposal k stands at anchor + 1 + k and its previous token at anchor + k; the layouts differ in the row that it is read
+/// from. A drafter that is read in the other layout than it was trained in still runs, and has as good as nothing accepted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum BlockLayout {
+    /// `sample_from_anchor: true`: row j predicts the token at anchor + 1 + j, so that all rows propose.
+    AnchorFirst,
+    /// `sample_from_anchor: false`, 1+N: row 0, the anchor's, predicts nothing, and row j predicts the token at its own position
+    /// anchor + j.
+    AnchorPlusMasks,
+}
+
+impl BlockLayout {
+    /// Row of proposal 0.
+    pub fn first_predicting_row(self) -> usize {
+        match self {
+            Self::AnchorFirst => 0,
+            Self::AnchorPlusMasks => 1,
+        }
+    }
+
+    /// Name in messages.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::AnchorFirst => "anchor-first",
+            Self::AnchorPlusMasks => "1+N",
+        }
+    }
+
+    /// The layout of a checkpoint without the flag: what its format has always meant, where there is such a thing.
+    ///
+    /// * `speculators_model_type` `dspark` → anchor-first, `dflash` → 1+N: the defaults of that format
+    /// * an architecture `…DSparkModel` (`Qwen3DSparkModel`) → anchor-first; the released DFlash drafters of that name too
+    /// * architecture `DFlashDraftModel` → 1+N
+    fn of_unmarked(architecture: &str, speculators_model_type: Option<&str>) -> Option<Self> {
+        match speculators_model_type {
+            Some("dspark") => Some(Self::AnchorFirst),
+            Some("dflash") => Some(Self::AnchorPlusMasks),
+            None if architecture.ends_with("DSparkModel") => Some(Self::AnchorFirst),
+            None if architecture == "DFlashDraftModel" => Some(Self::AnchorPlusMasks),
+            Some(_) | None => None,
+        }
+    }
+}
+
 /// A drafter's shape. The checkpoint's `config.json` is a copy of the target's with the fields below.
 #[derive(Debug, Clone, PartialEq)]
 pub struct DraftConfig {
@@ -71,8 +118,7 @@ pub struct DraftConfig {
     pub markov_rank: usize,
     /// Form of the Markov head; `None` exactly when the rank is 0.
     pub markov_head_type: Option<MarkovHeadType>,
-    /// Block layout. True: slot j predicts the token at anchor + 1 + j, so all slots propose. False: slot 0 is the known token and slot j
-    /// predicts its own position anchor + j.
+    /// Block layout: true for [`BlockLayout::AnchorFirst`], false for [`BlockLayout::AnchorPlusMasks`].
     pub sample_from_anchor: bool,
     /// Number of last context rows that are attended to; `None` = all.
     pub sliding_window: Option<usize>,
@@ -103,9 +149,14 @@ impl DraftConfig {
         self.moe.as_ref().is_some_and(|moe| moe.shared_expert_intermediate_size == self.body.intermediate_size)
     }
 
+    /// Which rows of a block predict which tokens.
+    pub fn layout(&self) -> BlockLayout {
+        if self.sample_from_anchor { BlockLayout::AnchorFirst } else { BlockLayout::AnchorPlusMasks }
+    }
+
     /// Tokens proposed per full block.
     pub fn proposals(&self) -> usize {
-        if self.sample_from_anchor { self.block_size } else { self.block_size - 1 }
+        self.block_size - self.layout().first_predicting_row()
     }
 
     /// Reads `config.json` of a checkpoint folder.
@@ -119,8 +170,9 @@ impl DraftConfig {
 
     /// Reads the content of a `config.json`; `path` is for messages. Fields may also stand in a nested `dflash_config`.
     ///
-    /// Where `sample_from_anchor` is absent, an architecture that ends in `DSparkModel` means anchor-first, which is how those
-    /// checkpoints were trained, and any other is refused.
+    /// Where `sample_from_anchor` is absent, the layout is what the format has always meant: anchor-first for an architecture that
+    /// ends in `DSparkModel` and for `speculators_model_type` `dspark`, 1+N for architecture `DFlashDraftModel` and for
+    /// `speculators_model_type` `dflash`. Anything else is refused.
     ///
     /// # Errors
     /// A field is missing, out of range or contradicts another; the block layout is not told.
@@ -133,11 +185,10 @@ impl DraftConfig {
         if !(architecture.contains("DSpark") || architecture.contains("DFlash")) {
             return Err(fields.unsupported("architecture", architecture, "DSpark and DFlash drafters"));
         }
-        let sample_from_anchor = match fields.optional_flag("sample_from_anchor")? {
-            Some(flag) => flag,
-            None if architecture.ends_with("DSparkModel") => true,
-            None => return Err(Error::AmbiguousLayout { path: path.into(), architecture: architecture.into() }),
-        };
+        let model_type = fields.optional_string("speculators_model_type")?;
+        let unmarked = || Some(BlockLayout::of_unmarked(architecture, model_type)? == BlockLayout::AnchorFirst);
+        let ambiguous = || Error::AmbiguousLayout { path: path.into(), architecture: architecture.into() };
+        let sample_from_anchor = fields.optional_flag("sample_from_anchor")?.or_else(unmarked).ok_or_else(ambiguous)?;
         let family = Family::parse(path, "model_type", fields.string("model_type")?)?;
         let mut body = TargetConfig::from_fields(&fields, family)?;
         body.qk_norm = fields.flag("qk_norm", true)?;

@@ -17,8 +17,9 @@ use super::markov_head::MarkovHead;
 use super::moe::Routing;
 use super::parameters::ParameterSource;
 use super::vocabulary::DraftVocabulary;
-use crate::config::{DraftConfig, MarkovHeadType};
-use crate::error::{Error, Result};
+use crate::config::DraftConfig;
+use crate::error::Result;
+use crate::speculate::Temperatures;
 use crate::target::{embed, head_layout, rope_frequencies};
 
 /// A drafter of the DSpark family.
@@ -37,6 +38,8 @@ pub struct DSpark {
     pub(crate) lm_head: Option<Linear>,
     /// The tokens that drafting proposes, where they are not all of the target's; `None` in training, where the loss has it.
     pub(crate) vocabulary: Option<DraftVocabulary>,
+    /// Temperatures that drafting divides the confidence logits by.
+    pub(crate) calibration: Option<Temperatures>,
 }
 
 /// One sequence of a training batch.
@@ -61,23 +64,11 @@ impl DSpark {
     /// Builds the drafter over its tensors. `embed_tokens` is the target's, frozen.
     ///
     /// # Errors
-    /// When a tensor is missing or misshapen, the draft vocabulary is no map, or the config asks for a head or block layout that is not implemented.
+    /// When a tensor is missing or misshapen, or the draft vocabulary is no map.
     pub fn new(config: DraftConfig, embed_tokens: Tensor, source: ParameterSource<'_>) -> Result<Self> {
         let hidden = config.body.hidden_size;
-        let unsupported = |field: &str, found: &str, supported| {
-            Err(Error::Unsupported { path: "config.json".into(), field: field.into(), found: found.into(), supported })
-        };
-        if !config.sample_from_anchor {
-            return unsupported("sample_from_anchor", "false", "`true` (anchor-first blocks)");
-        }
-        if let Some(kind) = config.markov_head_type
-            && kind != MarkovHeadType::Vanilla
-        {
-            return unsupported("markov_head_type", kind.name(), "`vanilla`");
-        }
         let features = config.target_layer_ids.len() * hidden;
         let markov_features = if config.confidence_head_with_markov { config.markov_rank } else { 0 };
-        let (vocab, draft_vocab) = (config.body.vocab_size, config.draft_vocab());
         Ok(Self {
             fc: source.linear("fc", hidden, features, false)?,
             hidden_norm: source.tensor("hidden_norm.weight", &[hidden])?,
@@ -85,9 +76,7 @@ impl DSpark {
                 .map(|i| DraftLayer::new(&config, i, source))
                 .collect::<Result<_>>()?,
             norm: source.tensor("norm.weight", &[hidden])?,
-            markov_head: (config.markov_rank > 0)
-                .then(|| MarkovHead::new(vocab, draft_vocab, config.markov_rank, source))
-                .transpose()?,
+            markov_head: MarkovHead::new(&config, source)?,
             confidence_head: config
                 .enable_confidence_head
                 .then(|| ConfidenceHead::new(hidden, markov_features, source))
@@ -98,9 +87,25 @@ impl DSpark {
                 ParameterSource::Frozen(weights, _) => DraftVocabulary::read(weights, &config)?,
                 ParameterSource::Trainable(_) => None,
             },
+            calibration: None,
             embed_tokens,
             config,
         })
+    }
+
+    /// The drafter with temperatures that its confidence logits are divided by when it drafts.
+    ///
+    /// # Errors
+    /// They are not one per confidence of a block; a drafter without a confidence head has none.
+    pub fn with_calibration(mut self, temperatures: Temperatures) -> Result<Self> {
+        let expected = self.confidence_head.as_ref().map_or(0, |_| self.config.proposals());
+        self.calibration = Some(Temperatures::new(temperatures.values().to_vec(), expected)?);
+        Ok(self)
+    }
+
+    /// The temperatures of its confidences, where it is calibrated.
+    pub fn calibration(&self) -> Option<&Temperatures> {
+        self.calibration.as_ref()
     }
 
     /// The drafter with an output head of its own, for drafting.
@@ -150,6 +155,24 @@ impl DSpark {
             .flat_map(|anchor| std::iter::once(anchor.unwrap_or(mask)).chain(std::iter::repeat_n(mask, size - 1)))
             .collect();
         embed(&self.embed_tokens, &tokens)
+    }
+
+    /// The rows of whole blocks that predict a token, in the order of their slots: see
+    /// [`BlockLayout`](crate::config::BlockLayout).
+    ///
+    /// # Shapes
+    /// `[blocks · block_size, width]` → `[blocks · proposals, width]`
+    ///
+    /// # Errors
+    /// When the rows are not whole blocks.
+    pub fn predicting_rows(&self, rows: &Tensor) -> Result<Tensor> {
+        let first = self.config.layout().first_predicting_row();
+        if first == 0 {
+            return Ok(rows.clone());
+        }
+        let width = rows.dims()[1];
+        let blocks = rows.reshape(((), self.config.block_size, width))?;
+        Ok(blocks.narrow(1, first, self.config.proposals())?.contiguous()?.reshape(((), width))?)
     }
 
     /// Final hidden rows of all blocks of a training batch, with gradients to every parameter of the backbone.

@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use candle_core::{DType, Tensor, Var};
 use deepspec_kernels::linear::{Linear, Precision};
 
-use crate::config::{DraftConfig, TargetConfig};
+use crate::config::{DraftConfig, MarkovHeadType, TargetConfig};
 use crate::error::{Error, Result};
 use crate::weights::Weights;
 
@@ -85,9 +85,18 @@ pub fn trainable_shapes(config: &DraftConfig) -> BTreeMap<String, Vec<usize>> {
     add("hidden_norm.weight".into(), &[hidden_size]);
     add("norm.weight".into(), &[hidden_size]);
     let rank = config.markov_rank;
-    if rank > 0 {
+    if let Some(kind) = config.markov_head_type {
         add("markov_head.markov_w1.weight".into(), &[vocab_size, rank]);
         add("markov_head.markov_w2.weight".into(), &[config.draft_vocab(), rank]);
+        let joined = match kind {
+            MarkovHeadType::Vanilla => None,
+            MarkovHeadType::Gated => Some(("gate_proj", rank, hidden_size + rank)),
+            MarkovHeadType::Rnn => Some(("joint_proj", 3 * rank, 2 * rank + hidden_size)),
+        };
+        if let Some((name, outputs, inputs)) = joined {
+            add(format!("markov_head.{name}.weight"), &[outputs, inputs]);
+            add(format!("markov_head.{name}.bias"), &[outputs]);
+        }
     }
     if config.enable_confidence_head {
         let width = hidden_size + if config.confidence_head_with_markov { rank } else { 0 };

@@ -3,6 +3,7 @@
 //! All but [`propose`] works on plain slices and knows no tensor, model or batch: a caller hands over logits of one row at a time, so a result depends
 //! only on those logits, the seed and the position in the sequence. The decoding engine and the samplers of training use it.
 
+pub mod calibrate;
 pub mod distribution;
 pub mod error;
 pub mod propose;
@@ -12,6 +13,7 @@ pub mod verify;
 #[cfg(test)]
 mod tests;
 
+pub use calibrate::Temperatures;
 pub use deepspec_kernels::logit_row::top_gap;
 pub use distribution::{Distribution, SamplingParams, argmax_first};
 pub use error::SpeculateError;

@@ -67,7 +67,7 @@ pub(super) fn name(proposer: Contender, drafter: Option<&DSpark>) -> &'static st
 
 /// Most tokens that a proposer proposes in a round.
 pub(super) fn block_size(proposer: Contender, drafter: Option<&DSpark>, settings: &EvalRecipe) -> usize {
-    let drafted = drafter.map_or(0, |drafter| drafter.config().block_size);
+    let drafted = drafter.map_or(0, |drafter| drafter.config().proposals());
     match proposer {
         Contender::Plain => 0,
         Contender::Ngram => settings.ngram_block,
@@ -84,7 +84,8 @@ pub(super) struct Plan<'a> {
     pub(super) prompts: &'a [Prompt],
     pub(super) stop_ids: Arc<[u32]>,
     pub(super) identity: &'a str,
-    pub(super) step_costs: &'a StepCosts,
+    /// Costs by which rounds choose their length; `None` verifies every proposal whole.
+    pub(super) step_costs: Option<&'a StepCosts>,
 }
 
 impl<'a> Plan<'a> {
@@ -184,8 +185,8 @@ impl<'a> Plan<'a> {
                 Contender::Draft => Engine::new(target, drafter()?, slots, capacity)?,
                 Contender::Hybrid => Engine::hybrid(target, lookup(), drafter()?, slots, capacity)?,
             };
-            if settings.adaptive && contender != Contender::Plain {
-                engine = engine.adapt(Adaptive::new(self.step_costs.clone()));
+            if let Some(step_costs) = self.step_costs.filter(|_| contender != Contender::Plain) {
+                engine = engine.adapt(Adaptive::new(step_costs.clone()));
             }
             let mut request = self.request(0, &self.prompts[0], self.settings.temperatures[0]);
             request.max_new_tokens = request.max_new_tokens.min(WARM_UP_TOKENS);

@@ -54,15 +54,15 @@ fn drafter_rows(drafter: &DSpark, features: &Tensor, tokens: &[u32]) -> Result<V
     let mut context = drafter.new_context(1, tokens.len() + drafter.config().block_size)?;
     drafter.extend_context(&mut context, features, &[(0, tokens.len())])?;
     let anchor = tokens[tokens.len() - 1];
-    let hidden = drafter.block_hidden(&context, &[(0, anchor)])?;
-    let previous = vec![anchor; hidden.dims()[0]];
-    let latent = drafter.markov_head().map(|markov| markov.latent(&previous)).transpose()?;
+    let hidden = drafter.predicting_rows(&drafter.block_hidden(&context, &[(0, anchor)])?)?;
+    let slots = hidden.dims()[0];
+    let embedding = drafter.markov_head().map(|markov| markov.embedding(&vec![anchor; slots])).transpose()?;
     let mut rows = Vec::new();
-    if let (Some(markov), Some(latent)) = (drafter.markov_head(), &latent) {
-        rows.push(markov.bias(latent)?);
+    if let (Some(markov), Some(embedding)) = (drafter.markov_head(), &embedding) {
+        rows.push(markov.bias(&markov.block_latents(embedding, &hidden, slots)?)?);
     }
     if let Some(confidence) = drafter.confidence_head() {
-        rows.push(confidence.logits(&hidden, latent.as_ref())?);
+        rows.push(confidence.logits(&hidden, embedding.as_ref())?);
     }
     rows.push(hidden);
     Ok(rows)

@@ -2,9 +2,10 @@
 
 use std::collections::HashMap;
 
-use deepspec_models::draft::DSpark;
+use deepspec_models::draft::{DSpark, trainable_shapes};
 use serde::{Deserialize, Serialize};
 
+use super::calibrate::CalibrationOutcome;
 use super::confidence::CalibrationReport;
 use super::cost::RoundCost;
 use super::decode::{Difference, Key, Sample, is_greedy, name};
@@ -39,7 +40,7 @@ pub struct Origin {
 }
 
 /// The drafter that was measured.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct DrafterInfo {
     /// `dspark` or `dflash`.
     pub name: String,
@@ -53,6 +54,12 @@ pub struct DrafterInfo {
     pub markov_rank: usize,
     /// Whether it has a confidence head.
     pub confidence_head: bool,
+    /// Trained parameters: without the copies of the target's embedding and output head.
+    #[serde(default)]
+    pub parameters: usize,
+    /// What its confidence logits are divided by, where it is calibrated.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub temperatures: Option<Vec<f32>>,
 }
 
 impl DrafterInfo {
@@ -61,11 +68,13 @@ impl DrafterInfo {
         let config = drafter.config();
         Self {
             name: name(Proposer::Draft, Some(drafter)).into(),
-            block_size: config.block_size,
+            block_size: config.proposals(),
             layers: config.body.num_hidden_layers,
             target_layer_ids: config.target_layer_ids.clone(),
             markov_rank: config.markov_rank,
             confidence_head: drafter.confidence_head().is_some(),
+            parameters: trainable_shapes(config).values().map(|shape| shape.iter().product::<usize>()).sum(),
+            temperatures: drafter.calibration().map(|temperatures| temperatures.values().to_vec()),
         }
     }
 }
@@ -108,6 +117,9 @@ pub struct EvalOutcome {
     pub step_costs: Vec<StepCost>,
     /// The numbers, one entry per temperature.
     pub temperatures: Vec<TemperatureResult>,
+    /// What a calibration was fitted on and what it brought, where this evaluation made one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub calibration: Option<CalibrationOutcome>,
 }
 
 /// The numbers of one temperature.

@@ -30,6 +30,7 @@ pub(super) const KEYS: &[&str] = &[
     "draft.algorithm",
     "draft.num_layers",
     "draft.block_size",
+    "draft.sample_from_anchor",
     "draft.vocab_size",
     "draft.target_layer_ids",
     "draft.mask_token_id",
@@ -59,9 +60,12 @@ pub(super) const KEYS: &[&str] = &[
     "train.loss_decay_gamma",
     "train.load_balance",
     "train.router_z",
+    "train.ema",
     "train.checkpoint_every",
     "train.keep_checkpoints",
     "train.log_every",
+    "train.acceptance_every",
+    "train.acceptance_prompts",
     "train.seed",
     "train.phases",
     "train.phases.until",
@@ -83,6 +87,7 @@ pub(super) const KEYS: &[&str] = &[
     "eval.confidence_threshold",
     "eval.seed",
     "eval.adaptive",
+    "eval.calibration",
     "eval.batch_size",
 ];
 
@@ -100,6 +105,8 @@ const OPTIONAL: &[&str] = &[
     "train.steps",
     "train.load_balance",
     "train.router_z",
+    "train.ema",
+    "train.acceptance_every",
     "eval.limit",
 ];
 

@@ -61,6 +61,8 @@ fn the_list_of_keys_is_that_of_the_fields() {
     recipe.init.from = Some("x".into());
     recipe.train.epochs = Some(1.0);
     recipe.train.steps = Some(1);
+    recipe.train.ema = Some(0.9);
+    recipe.train.acceptance_every = Some(1);
     recipe.eval.limit = Some(1);
     let mut found: BTreeSet<String> =
         recipe.entries().unwrap().into_keys().map(|key| key.replace("phases.0", "phases")).collect();
@@ -232,6 +234,24 @@ fn experts_are_checked_together() {
     }
     assert_eq!(recipe("draft.shared_expert=256").unwrap().draft.shared_expert, Some(SharedExpert::Width(256)));
     assert_eq!(recipe("draft.shared_expert=true").unwrap().draft.shared_expert, Some(SharedExpert::AsTarget(true)));
+}
+
+#[test]
+fn heads_and_layouts_are_read_and_anchor_first_is_the_default() {
+    let open = |overrides: &[&str]| {
+        let overrides: Vec<String> = overrides.iter().map(|text| (*text).to_owned()).collect();
+        Recipe::open("quickstart", &overrides)
+    };
+    let default = open(&[]).unwrap().draft;
+    assert!(default.sample_from_anchor && default.markov_head == super::MarkovHead::Vanilla);
+    for (name, head) in [("gated", super::MarkovHead::Gated), ("rnn", super::MarkovHead::Rnn)] {
+        let recipe = open(&[&format!("draft.markov_head={name}"), "draft.sample_from_anchor=false"]).unwrap();
+        assert_eq!((recipe.draft.markov_head, recipe.draft.sample_from_anchor), (head, false));
+        assert_eq!(recipe, recipe.to_toml().unwrap().parse().unwrap());
+    }
+    let error = open(&["draft.sample_from_anchor=false", "draft.block_size=1"]).unwrap_err().to_string();
+    assert!(error.contains("`draft.block_size` is 1, allowed: at least 2 with `sample_from_anchor` false"), "{error}");
+    assert!(open(&["draft.markov_head=lstm"]).unwrap_err().to_string().contains("lstm"));
 }
 
 #[test]

@@ -105,6 +105,12 @@ impl Recipe {
         problems.at_least_one("draft.num_layers", draft.num_layers as u64);
         let range = 1..=MAX_BLOCK_SIZE;
         problems.check(range.contains(&draft.block_size), "draft.block_size", draft.block_size, "1 to 256");
+        problems.check(
+            draft.sample_from_anchor || draft.block_size != 1,
+            "draft.block_size",
+            1,
+            "at least 2 with `sample_from_anchor` false, since the anchor's row predicts nothing",
+        );
         if let TargetLayers::Ids(ids) = &draft.target_layer_ids
             && let Err(allowed) = check_ids(ids, i32::MAX)
         {
@@ -185,9 +191,12 @@ impl Recipe {
         problems.not_negative("train.weight_decay", train.weight_decay);
         problems.positive("train.max_grad_norm", train.max_grad_norm);
         problems.not_negative("train.loss_decay_gamma", train.loss_decay_gamma);
+        let decay = train.ema.unwrap_or(0.5);
+        problems.check(decay > 0.0 && decay < 1.0, "train.ema", decay, "above 0, below 1, or no such key");
         problems.at_least_one("train.checkpoint_every", train.checkpoint_every);
         problems.at_least_one("train.keep_checkpoints", train.keep_checkpoints as u64);
         problems.at_least_one("train.log_every", train.log_every);
+        problems.at_least_one("train.acceptance_prompts", train.acceptance_prompts as u64);
         problems.seed("train.seed", train.seed);
     }
 

@@ -2,12 +2,13 @@
 
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use deepspec_models::config::DraftConfig;
+use deepspec_models::config::{DraftConfig, MarkovHeadType};
 use deepspec_models::linear::{Linear, Precision};
 use deepspec_models::loss::dspark::{LossWeights, MetricSums};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
+use super::acceptance::Measured;
 use super::tensorboard::EventWriter;
 use crate::error::Result;
 use crate::run_dir::{Journal, RunDir, read_journal, write_atomic};
@@ -95,11 +96,18 @@ impl TrainLog {
         self.spent += time;
     }
 
-    /// Writes the metrics since the last call and returns the step line.
+    /// Writes the metrics since the last call, and the acceptance where it was measured, and returns the step line.
     ///
     /// # Errors
     /// When the disk refuses.
-    pub fn write(&mut self, step: u64, weights: &LossWeights, lr: f64, grad_norm: f64) -> Result<String> {
+    pub fn write(
+        &mut self,
+        step: u64,
+        weights: &LossWeights,
+        lr: f64,
+        grad_norm: f64,
+        measured: Option<Measured>,
+    ) -> Result<String> {
         let Pending { sums, steps } = std::mem::take(&mut self.pending);
         let seconds = self.spent.as_secs_f64().max(1e-9);
         let step_ms = seconds * 1e3 / self.steps_timed.max(1) as f64;
@@ -116,6 +124,9 @@ impl TrainLog {
         metrics.push(("tokens_per_s".into(), self.tokens as f64 / seconds));
         metrics.push(("step_ms".into(), step_ms));
         metrics.push(("mfu".into(), mfu));
+        if let Some(Measured { tau, accept_at_1 }) = measured {
+            metrics.extend([("decode_tau".into(), tau), ("decode_accept@1".into(), accept_at_1)]);
+        }
         let mut record = Map::new();
         record.insert("step".into(), json!(step));
         for (name, value) in &metrics {
@@ -125,7 +136,10 @@ impl TrainLog {
         self.metrics.append(&Value::Object(record))?;
         self.events.flush()?;
         let tokens_per_s = self.tokens as f64 / seconds;
-        let line = self.line(step, metrics[0].1, sums.tau(), lr, step_ms, tokens_per_s, mfu);
+        let mut line = self.line(step, metrics[0].1, sums.tau(), lr, step_ms, tokens_per_s, mfu);
+        if let Some(Measured { tau, accept_at_1 }) = measured {
+            line.push_str(&format!(" | decode tau {tau:.2}, accept@1 {accept_at_1:.2}"));
+        }
         self.last = metrics;
         (self.steps_timed, self.tokens, self.spent) = (0, 0, Duration::ZERO);
         Ok(line)
@@ -172,8 +186,14 @@ fn flops_per_block_row(config: &DraftConfig) -> f64 {
     let mlp = config.moe.as_ref().map_or_else(dense, |moe| moe.active_weights(body.hidden_size));
     let layer = body.hidden_size * (2 * width + 2 * kv) + mlp;
     let (draft_vocab, vocab) = (config.draft_vocab(), body.vocab_size);
+    let rank = config.markov_rank;
+    let markov = match config.markov_head_type {
+        None | Some(MarkovHeadType::Vanilla) => draft_vocab * rank,
+        Some(MarkovHeadType::Gated) => draft_vocab * rank + rank * (body.hidden_size + rank),
+        Some(MarkovHeadType::Rnn) => draft_vocab * rank + 3 * rank * (body.hidden_size + 2 * rank),
+    };
     let heads = (4 * draft_vocab + 2 * vocab) * body.hidden_size;
-    (6 * (layer * body.num_hidden_layers + draft_vocab * config.markov_rank) + heads) as f64
+    (6 * (layer * body.num_hidden_layers + markov) + heads) as f64
 }
 
 /// Floating-point operations per second of this machine's f32 kernel, measured once: what `mfu` is relative to.

@@ -56,8 +56,8 @@ pub fn run(
 ) -> Result<StepDone> {
     let config = drafter.config();
     let supervised = |micro: &MicroBatch<'_>| {
-        let (size, mask) = (config.block_size, config.mask_token_id);
-        Supervision::new(&micro.sequences, &micro.loss_masks, size, mask, weights.decay_gamma, head.vocabulary())
+        let (slots, mask) = (config.proposals(), config.mask_token_id);
+        Supervision::new(&micro.sequences, &micro.loss_masks, slots, mask, weights.decay_gamma, head.vocabulary())
     };
     let supervision: Vec<Supervision> = batch.iter().map(supervised).collect::<Result<_, _>>()?;
     // Sums are over the global batch, so the denominators are known before the first micro-batch runs.
