@@ -444,6 +444,7 @@ fn vocabulary_loss() {
                 .collect(),
             kl_temperature,
             with_target,
+            soft_targets: false,
         };
         let at = |data: &[f32], rows: usize, cols: usize| {
             candle_core::Var::from_tensor(&Tensor::from_slice(data, (rows, cols), &Device::Cpu).unwrap()).unwrap()
@@ -490,13 +491,7 @@ fn vocabulary_loss_of_a_draft_vocabulary() {
             kl: 0.3,
         });
         let tokens_slice = Some(&tokens[..]);
-        let call = LossCall {
-            rows: &rows,
-            draft_tokens: tokens_slice,
-            kl_temperature: temperature,
-            with_target: true,
-            chunk_rows: None,
-        };
+        let call = LossCall { rows: &rows, draft_tokens: tokens_slice, kl_temperature: temperature, with_target: true };
         let matrix = |data: &[f32], rows: usize, cols: usize| Matrix::new(data.as_ptr() as u64, rows, cols);
         let heads = Heads {
             draft: matrix(&head, vocab, width),

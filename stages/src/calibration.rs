@@ -3,11 +3,11 @@
 
 use std::path::Path;
 
-use deepspec_models::draft::DSpark;
 use deepspec_models::speculate::Temperatures;
 use deepspec_models::speculate::calibrate::Fit;
 use serde::{Deserialize, Serialize};
 
+use crate::drafter::Drafter;
 use crate::error::{Error, Result};
 use crate::progress::Context;
 use crate::run_dir::write_atomic;
@@ -100,11 +100,11 @@ impl CalibrationTable {
 ///
 /// # Errors
 /// The table is damaged or belongs to another drafter.
-pub fn attach(drafter: DSpark, checkpoint: &Path, ctx: Context<'_>) -> Result<DSpark> {
-    let confidences = drafter.confidence_head().map_or(0, |_| drafter.config().proposals());
+pub fn attach(drafter: Drafter, checkpoint: &Path, ctx: Context<'_>) -> Result<Drafter> {
+    let confidences = drafter.confidences();
     let Some(table) = CalibrationTable::load(checkpoint, confidences)? else { return Ok(drafter) };
     ctx.note(table.describe());
-    Ok(drafter.with_calibration(Temperatures::new(table.temperatures, confidences)?)?)
+    drafter.with_calibration(Temperatures::new(table.temperatures, confidences)?)
 }
 
 #[cfg(test)]

@@ -146,6 +146,9 @@ pub struct DraftRecipe {
     pub num_layers: usize,
     /// Input rows per block: the tokens proposed per round, the paper's γ, or with `sample_from_anchor = false` one more.
     pub block_size: usize,
+    /// Steps of training-time test, for `eagle3` alone and the same as `block_size`. Optional: none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ttt_length: Option<usize>,
     /// Block layout. True: every row predicts the token after its position. False, 1+N: the anchor's row predicts nothing and
     /// every other row the token at its own position. Optional: true.
     #[serde(default = "anchor_first_by_default")]
@@ -212,6 +215,8 @@ pub enum Algorithm {
     Dspark,
     /// The parallel backbone alone: rank 0 and no confidence head.
     Dflash,
+    /// One decoder layer that drafts token after token, trained by training-time test.
+    Eagle3,
 }
 
 /// Form of the Markov head.
@@ -274,7 +279,7 @@ pub struct TrainRecipe {
     pub batch_size: usize,
     /// Sequences per forward and backward pass; divides `batch_size`.
     pub micro_batch_size: usize,
-    /// Anchors drawn per sequence; fewer where a sequence has fewer.
+    /// Anchors drawn per sequence; fewer where a sequence has fewer. 0 for `eagle3`, which is trained at every position.
     pub num_anchors: usize,
     /// Peak learning rate.
     pub lr: f64,
@@ -292,6 +297,9 @@ pub struct TrainRecipe {
     /// Weight of the routers' z-loss, which keeps their logits small. Optional: 0.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub router_z: Option<f64>,
+    /// Step s of training-time test weighs this to the power of s, for `eagle3` alone. Optional: none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub step_loss_decay: Option<f64>,
     /// Decay of an exponential moving average of the weights, such as 0.999; checkpoints then hold the average. Optional: none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ema: Option<f64>,

@@ -17,6 +17,7 @@ use deepspec_models::speculate::Temperatures;
 use deepspec_models::target::Target;
 use deepspec_models::weights::Weights;
 use deepspec_stages::calibration::{self, CALIBRATION_FILE, CalibrationTable};
+use deepspec_stages::drafter::Drafter;
 use deepspec_stages::eval::decode::Sample;
 use deepspec_stages::eval::metrics::{self, Round};
 use deepspec_stages::eval::{self, EvalOutcome};
@@ -41,14 +42,14 @@ fn target() -> Target {
     Target::load(config, &weights, Precision::F32).unwrap()
 }
 
-fn drafter(has_confidence: bool) -> DSpark {
+fn drafter(has_confidence: bool) -> Drafter {
     let folder = golden("decode/dspark_vanilla");
     let mut config = DraftConfig::from_folder(&folder).unwrap();
     config.enable_confidence_head = has_confidence;
     config.confidence_head_with_markov &= has_confidence;
     let weights = Weights::from_folder(&folder, DType::F32, &Device::Cpu).unwrap();
     let embed = weights.get("embed_tokens.weight", &[config.body.vocab_size, config.body.hidden_size]).unwrap();
-    DSpark::new(config, embed, ParameterSource::Frozen(&weights, Precision::F32)).unwrap()
+    Drafter::Block(DSpark::new(config, embed, ParameterSource::Frozen(&weights, Precision::F32)).unwrap())
 }
 
 /// Keeps notes and warnings; asks for a stop after a number of answers.
@@ -125,7 +126,7 @@ impl Bench {
         &self,
         out: &str,
         overrides: &[&str],
-        drafter: DSpark,
+        drafter: Drafter,
         stop: Option<u64>,
     ) -> (Result<EvalOutcome>, Vec<String>) {
         let calibrate = |bench: &Self, recipe: &Recipe, out: &Path, provenance: &Provenance, ctx: Context<'_>| {

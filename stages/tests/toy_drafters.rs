@@ -7,12 +7,12 @@ use std::path::Path;
 use candle_core::{DType, Device, Tensor};
 use deepspec_models::checkpoint;
 use deepspec_models::config::{DraftConfig, TargetConfig};
-use deepspec_models::draft::{DSpark, initialise};
+use deepspec_models::draft::initialise;
 use deepspec_models::linear::Precision as Packing;
-use deepspec_models::speculate::{DSparkProposer, NoProposer, Proposer, SamplingParams};
+use deepspec_models::speculate::{NoProposer, Proposer, SamplingParams};
 use deepspec_models::target::Target;
 use deepspec_models::weights::Weights;
-use deepspec_stages::drafter::{describe, load_drafter};
+use deepspec_stages::drafter::{Drafter, describe, load_drafter};
 use deepspec_stages::engine::{Adaptive, Engine, Finished, Request, StepCost, StepCosts};
 use deepspec_stages::eval::metrics::{Acceptance, Round};
 use deepspec_stages::recipe::Precision;
@@ -170,9 +170,9 @@ fn request(id: u64, prompt: Vec<u32>, max_new_tokens: usize) -> Request {
 }
 
 /// Answers to some prompts, in their order.
-fn decode(target: &Target, drafter: Option<&DSpark>, adaptive: Option<Adaptive>) -> Vec<Finished> {
+fn decode(target: &Target, drafter: Option<&Drafter>, adaptive: Option<Adaptive>) -> Vec<Finished> {
     let proposer: Box<dyn Proposer + '_> = match drafter {
-        Some(drafter) => Box::new(DSparkProposer::new(drafter, target.lm_head(), 2, 80).unwrap()),
+        Some(drafter) => drafter.proposer(target, 2, 80).unwrap(),
         None => Box::new(NoProposer),
     };
     let mut engine = Engine::new(target, proposer, 2, 80).unwrap();
@@ -218,8 +218,8 @@ fn a11_one_function_in_both_layouts_is_accepted_alike_and_the_wrong_flag_is_call
         assert_eq!(acceptance.idle_warning("dflash"), None);
         assert_eq!(drafter.config().proposals(), PROPOSALS);
     }
-    assert!(describe(right[0].config()).contains("anchor-first blocks of 4 rows with 4 proposals"));
-    assert!(describe(right[1].config()).contains("1+N blocks of 5 rows with 4 proposals"));
+    assert!(describe(&right[0].config()).contains("anchor-first blocks of 4 rows with 4 proposals"));
+    assert!(describe(&right[1].config()).contains("1+N blocks of 5 rows with 4 proposals"));
 
     // Without the flag, each architecture's own layout.
     let unmarked = |architecture: &'static str| {
@@ -323,7 +323,7 @@ fn a26_a_published_configuration_loads_without_more_flags() {
     let path = folder.path().join("drafter");
     checkpoint::save(&path, &config, &tensors).unwrap();
     let drafter = load_drafter(&path, target.config(), Precision::F32).unwrap();
-    let line = describe(drafter.config());
+    let line = describe(&drafter.config());
     assert!(line.contains("anchor-first blocks of 7 rows with 7 proposals"), "{line}");
     assert!(line.contains("vanilla Markov head of rank 256, confidence on"), "{line}");
     let (found, plain) = (decode(&target, Some(&drafter), None), decode(&target, None, None));

@@ -12,10 +12,10 @@ use deepspec_datasets::target_cache::{CacheMeta, Plan, Reader, Sample, StorageMo
 use deepspec_models::config::{DraftConfig, TargetConfig};
 use deepspec_models::draft::DraftVocabulary;
 use deepspec_models::linear::Precision as Packing;
-use deepspec_models::speculate::{CounterRng, DSparkProposer, NoProposer, Proposer, SamplingParams, Stream};
+use deepspec_models::speculate::{CounterRng, NoProposer, Proposer, SamplingParams, Stream};
 use deepspec_models::target::Target;
 use deepspec_models::weights::Weights;
-use deepspec_stages::drafter::{describe, load_drafter};
+use deepspec_stages::drafter::{Drafter, describe, load_drafter};
 use deepspec_stages::engine::{Engine, Finished, Request};
 use deepspec_stages::eval::metrics::{Acceptance, Round};
 use deepspec_stages::model_source::TextSide;
@@ -243,6 +243,7 @@ fn the_map_is_that_of_the_supervised_tokens_and_its_coverage_is_told() {
     assert!(note.ends_with("% of the data, 0.00 % of samples that were not counted"), "{note}");
 
     let drafter = load_drafter(&outcome.checkpoint, bench.model.target.config(), Precision::F32).unwrap();
+    let Drafter::Block(drafter) = drafter else { panic!("a block drafter") };
     assert_eq!(drafter.vocabulary(), Some(&expected));
     let config: Value = serde_json::from_slice(&fs_err::read(outcome.checkpoint.join("config.json")).unwrap()).unwrap();
     assert_eq!((&config["draft_vocab_size"], &config["vocab_size"]), (&json!(9), &json!(320)));
@@ -412,8 +413,7 @@ fn measured_acceptance_is_that_of_the_checkpoint() {
 
     let drafter = load_drafter(&outcome.checkpoint, bench.model.target.config(), Precision::F32).unwrap();
     let target = &bench.model.target;
-    let proposer = DSparkProposer::new(&drafter, target.lm_head(), 1, 64).unwrap();
-    let mut engine = Engine::new(target, Box::new(proposer), 1, 64).unwrap();
+    let mut engine = Engine::new(target, drafter.proposer(target, 1, 64).unwrap(), 1, 64).unwrap();
     let requests = (12..20).map(|index| greedy_request(target, index, bench.first));
     let finished = engine.run(requests, |_| Ok(())).unwrap();
     let rounds: Vec<Round> = finished.iter().flat_map(|done| &done.rounds).map(Round::from).collect();
@@ -508,6 +508,7 @@ fn every_head_and_layout_trains_from_its_start_and_resumes() {
         let read = |outcome: &TrainOutcome| fs_err::read(outcome.checkpoint.join("model.safetensors")).unwrap();
         assert!(read(&whole) == read(&resumed), "{head} from {start}");
         let drafter = load_drafter(&whole.checkpoint, bench.model.target.config(), Precision::F32).unwrap();
+        let Drafter::Block(drafter) = drafter else { panic!("a block drafter") };
         let config = drafter.config();
         assert_eq!((config.block_size, config.proposals(), config.sample_from_anchor), (3, 2, false));
         assert_eq!(config.markov_head_type.unwrap().name(), head);
@@ -539,7 +540,7 @@ fn the_production_shape_trains_resumes_and_decodes_losslessly() {
     assert!(metric("router_z_loss") > 0.0 && (0.125..=0.5).contains(&metric("busiest_expert_share")));
     let target = &bench.model.target;
     let drafter = load_drafter(&whole.checkpoint, target.config(), Precision::F32).unwrap();
-    let line = describe(drafter.config());
+    let line = describe(&drafter.config());
     let experts = "window 128, MLP of 8 experts of width 16, 3 per token, and a shared one of ";
     assert!(line.contains(experts) && notes.contains(&line), "{line}");
 
@@ -563,7 +564,7 @@ fn the_production_shape_trains_resumes_and_decodes_losslessly() {
         finished
     };
     let plain = decode(Box::new(NoProposer));
-    let drafted = decode(Box::new(DSparkProposer::new(&drafter, target.lm_head(), 2, 340).unwrap()));
+    let drafted = decode(drafter.proposer(target, 2, 340).unwrap());
     for (plain, drafted) in plain.iter().zip(&drafted) {
         assert_eq!(plain.output.len(), 190);
         assert_eq!(plain.output, drafted.output, "request {}", plain.request.id);

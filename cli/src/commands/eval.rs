@@ -41,7 +41,7 @@ pub(super) fn run(arguments: &EvalArguments, printer: &Printer, context: Context
     let outcome = match checkpoint.filter(|_| wanted) {
         Some(folder) => {
             let mut drafter = load_drafter_for(&folder, &model, recipe.draft.precision)?;
-            context.note(format!("{}, from `{}`", describe(drafter.config()), folder.display()));
+            context.note(format!("{}, from `{}`", describe(&drafter.config()), folder.display()));
             if arguments.calibrate {
                 eval::run_calibrated(recipe, &out, target, drafter, &folder, renderer, provenance, context)?
             } else {

@@ -4,6 +4,7 @@ use std::path::Path;
 
 use serde_json::{Map, Value, json};
 
+use super::drafter::check_layer_ids;
 use super::fields::Fields;
 use super::moe::MoeConfig;
 use super::{Family, TargetConfig, read_json};
@@ -252,21 +253,7 @@ impl DraftConfig {
         if !(smallest..=MAX_BLOCK_SIZE).contains(&self.block_size) {
             return bad("block_size", self.block_size.to_string(), format!("{smallest} to {MAX_BLOCK_SIZE}"));
         }
-        let ids = &self.target_layer_ids;
-        let last = i32::try_from(self.num_target_layers).map_or(i32::MAX, |layers| layers - 2);
-        if ids.is_empty() || ids.iter().any(|id| !(-1..=last).contains(id)) {
-            let expected = format!(
-                "at least one id, each from -1 to {last} (num_target_layers is {}, its last layer is not allowed)",
-                self.num_target_layers
-            );
-            return bad("target_layer_ids", format!("{ids:?}"), expected);
-        }
-        let mut unique = ids.clone();
-        unique.sort_unstable();
-        unique.dedup();
-        if unique.len() != ids.len() {
-            return bad("target_layer_ids", format!("{ids:?}"), "each id once".into());
-        }
+        check_layer_ids(path, &self.target_layer_ids, self.num_target_layers)?;
         if let Some(size) = self.draft_vocab_size.filter(|size| !(1..self.body.vocab_size).contains(size)) {
             let expected = format!("1 to vocab_size {}", self.body.vocab_size);
             return bad("draft_vocab_size", size.to_string(), expected);

@@ -27,8 +27,13 @@ const ITERATIONS: usize = 24;
 /// # Errors
 /// When a tensor cannot be made.
 pub fn random(config: &DraftConfig, seed: u64) -> Result<Parameters> {
+    random_of(trainable_shapes(config), seed)
+}
+
+/// The same for tensors of any drafter.
+pub(super) fn random_of(shapes: BTreeMap<String, Vec<usize>>, seed: u64) -> Result<Parameters> {
     let mut parameters = Parameters::default();
-    for (number, (name, shape)) in trainable_shapes(config).into_iter().enumerate() {
+    for (number, (name, shape)) in shapes.into_iter().enumerate() {
         let count: usize = shape.iter().product();
         let values: Vec<f32> = if name.ends_with("norm.weight") {
             vec![1.0; count]

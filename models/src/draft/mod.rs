@@ -1,9 +1,10 @@
-//! Drafters: the DSpark family with its Markov heads (DFlash is its recipe without heads).
+//! Drafters: the DSpark family with its Markov heads (DFlash is its recipe without heads), and Eagle3.
 
 pub mod backbone;
 pub mod confidence_head;
 pub mod context;
 pub mod dspark;
+pub mod eagle3;
 mod gated_head;
 pub mod initialise;
 pub mod markov_head;
@@ -15,5 +16,6 @@ mod rnn_head;
 pub mod vocabulary;
 
 pub use dspark::DSpark;
+pub use eagle3::Eagle3;
 pub use parameters::{ParameterSource, Parameters, trainable_shapes};
 pub use vocabulary::DraftVocabulary;

@@ -188,10 +188,10 @@ impl Supervision {
 /// pass, the latter also plain for the gradient.
 #[derive(Debug, Clone)]
 pub struct LossHead {
-    target: Arc<Packed>,
-    draft: Arc<Packed>,
-    weight: Tensor,
-    vocabulary: Option<DraftVocabulary>,
+    pub(super) target: Arc<Packed>,
+    pub(super) draft: Arc<Packed>,
+    pub(super) weight: Tensor,
+    pub(super) vocabulary: Option<DraftVocabulary>,
 }
 
 impl LossHead {
@@ -295,6 +295,7 @@ pub fn dspark_loss(
             .collect(),
         kl_temperature: weights.kl_temperature as f32,
         with_target,
+        soft_targets: false,
     };
     let vocabulary = op.forward(hidden, &m, &w2, target_hidden)?;
     let mut loss = vocabulary.loss.squeeze(0)?;

@@ -22,6 +22,8 @@ pub struct DraftRequest<'a> {
     pub tokens: &'a [u32],
     /// Most tokens that can still be used.
     pub most: usize,
+    /// Tokens that end the sequence.
+    pub stop_ids: &'a [u32],
     /// Sampling settings, applied to the draft side as to the target's.
     pub sampling: &'a SamplingParams,
     /// Seed of the request.
@@ -301,7 +303,15 @@ mod tests {
     use super::*;
 
     fn propose(tokens: &[u32], most: usize) -> Proposal {
-        let request = DraftRequest { slot: 0, tokens, most, sampling: &SamplingParams::greedy(), seed: 0, round: 0 };
+        let request = DraftRequest {
+            slot: 0,
+            tokens,
+            most,
+            stop_ids: &[],
+            sampling: &SamplingParams::greedy(),
+            seed: 0,
+            round: 0,
+        };
         NgramProposer::new(4, 7).propose(&[request]).unwrap().remove(0)
     }
 

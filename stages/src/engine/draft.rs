@@ -115,6 +115,7 @@ impl Engine<'_> {
                 slot: *slot,
                 tokens,
                 most,
+                stop_ids: &request.stop_ids,
                 sampling: &request.sampling,
                 seed: request.seed,
                 round: rounds.len() as u64,

@@ -22,7 +22,6 @@ use std::fmt::Write;
 use std::path::Path;
 
 use deepspec_datasets::renderer::Renderer;
-use deepspec_models::draft::DSpark;
 use deepspec_models::speculate::Temperatures;
 use deepspec_models::target::Target;
 use sha2::{Digest, Sha256};
@@ -35,6 +34,7 @@ use self::decode::{Difference, NO_DRAFTER, Plan, difference, is_greedy};
 use self::identity::{Fingerprints, identity};
 use self::outcome::{Answers, DrafterInfo, Origin, SCHEMA_VERSION};
 use self::prompts::{Prompt, SetInfo};
+use crate::drafter::Drafter;
 use crate::error::{Error, Result};
 use crate::progress::{Context, Event};
 use crate::recipe::{Proposer, Recipe};
@@ -51,7 +51,7 @@ pub fn run(
     recipe: &Recipe,
     out_dir: &Path,
     target: &Target,
-    drafter: Option<&DSpark>,
+    drafter: Option<&Drafter>,
     renderer: &Renderer,
     provenance: &Provenance,
     ctx: Context<'_>,
@@ -76,7 +76,7 @@ pub fn run_calibrated(
     recipe: &Recipe,
     out_dir: &Path,
     target: &Target,
-    drafter: DSpark,
+    drafter: Drafter,
     checkpoint: &Path,
     renderer: &Renderer,
     provenance: &Provenance,
@@ -90,7 +90,7 @@ pub fn run_calibrated(
     let evaluation = Evaluation::new(recipe, out_dir, target, renderer, provenance, ctx);
     let (mut sets, prompts) = evaluation.prompts()?;
     let (share, rest) = calibrate::split(prompts, &mut sets)?;
-    if drafter.confidence_head().is_none() {
+    if !drafter.has_confidence() {
         ctx.warn(format!(
             "the drafter has no confidence head, so there is nothing to calibrate; {} prompts are held out all the same, as \
              they are for drafters with one",
@@ -104,7 +104,7 @@ pub fn run_calibrated(
     outcome.table.save(checkpoint)?;
     ctx.note(outcome.table.describe());
     ctx.note(outcome.headline());
-    let temperatures = Temperatures::new(outcome.table.temperatures.clone(), drafter.config().proposals())?;
+    let temperatures = Temperatures::new(outcome.table.temperatures.clone(), drafter.block_size())?;
     evaluation.run(Some(&drafter.with_calibration(temperatures)?), sets, &rest, Some(outcome))
 }
 
@@ -150,10 +150,10 @@ impl<'a> Evaluation<'a> {
         prompts::load(&self.recipe.eval, self.renderer, self.target.config().max_position_embeddings)
     }
 
-    fn identity(&self, recipe: &Recipe, drafter: Option<&DSpark>, prompts: &[Prompt]) -> Result<Identity> {
+    fn identity(&self, recipe: &Recipe, drafter: Option<&Drafter>, prompts: &[Prompt]) -> Result<Identity> {
         let fingerprints = Fingerprints::take(self.target, drafter, &prompts[0].ids)?;
         let prompt_ids = prompts::hash(prompts);
-        let scaling = drafter.and_then(DSpark::calibration).map(|temperatures| format!("{:?}", temperatures.values()));
+        let scaling = drafter.and_then(Drafter::calibration).map(|temperatures| format!("{:?}", temperatures.values()));
         let inputs = [
             self.template.as_str(),
             self.renderer.tokenizer().hash(),
@@ -167,7 +167,7 @@ impl<'a> Evaluation<'a> {
     }
 
     /// Lets the drafter answer all prompts with whole blocks and fits its temperatures on the first `share` of them.
-    fn calibrate(&self, drafter: &DSpark, prompts: &[Prompt], share: usize) -> Result<CalibrationOutcome> {
+    fn calibrate(&self, drafter: &Drafter, prompts: &[Prompt], share: usize) -> Result<CalibrationOutcome> {
         let mut recipe = self.recipe.clone();
         recipe.eval = calibrate::collecting(&recipe.eval);
         let Identity { hash, .. } = self.identity(&recipe, Some(drafter), prompts)?;
@@ -182,12 +182,12 @@ impl<'a> Evaluation<'a> {
             step_costs: None,
         };
         let samples = plan.run(&self.out_dir.join("calibration.jsonl"), self.ctx)?;
-        calibrate::outcome(drafter.config().proposals(), &recipe.eval, prompts, share, &samples)
+        calibrate::outcome(drafter.block_size(), &recipe.eval, prompts, share, &samples)
     }
 
     fn run(
         &self,
-        drafter: Option<&DSpark>,
+        drafter: Option<&Drafter>,
         sets: Vec<SetInfo>,
         prompts: &[Prompt],
         calibration: Option<CalibrationOutcome>,

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use deepspec_models::draft::{DSpark, trainable_shapes};
+use deepspec_models::config::DrafterConfig;
 use serde::{Deserialize, Serialize};
 
 use super::calibrate::CalibrationOutcome;
@@ -13,6 +13,7 @@ use super::identity::Fingerprints;
 use super::metrics::{Acceptance, Round, calibration, repetition};
 use super::prompts::{Prompt, SetInfo};
 use super::speed::{Speed, Speedup, Timing, speedup};
+use crate::drafter::Drafter;
 use crate::engine::StepCost;
 use crate::error::{Error, Result};
 use crate::recipe::{Proposer, Recipe};
@@ -42,7 +43,7 @@ pub struct Origin {
 /// The drafter that was measured.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct DrafterInfo {
-    /// `dspark` or `dflash`.
+    /// `dspark`, `dflash` or `eagle3`.
     pub name: String,
     /// Tokens proposed per round.
     pub block_size: usize,
@@ -64,16 +65,16 @@ pub struct DrafterInfo {
 
 impl DrafterInfo {
     /// Facts of a drafter.
-    pub(super) fn of(drafter: &DSpark) -> Self {
+    pub(super) fn of(drafter: &Drafter) -> Self {
         let config = drafter.config();
         Self {
-            name: name(Proposer::Draft, Some(drafter)).into(),
-            block_size: config.proposals(),
-            layers: config.body.num_hidden_layers,
-            target_layer_ids: config.target_layer_ids.clone(),
-            markov_rank: config.markov_rank,
-            confidence_head: drafter.confidence_head().is_some(),
-            parameters: trainable_shapes(config).values().map(|shape| shape.iter().product::<usize>()).sum(),
+            name: drafter.name().into(),
+            block_size: drafter.block_size(),
+            layers: config.body().num_hidden_layers,
+            target_layer_ids: config.target_layer_ids().to_vec(),
+            markov_rank: if let DrafterConfig::Block(config) = &config { config.markov_rank } else { 0 },
+            confidence_head: drafter.has_confidence(),
+            parameters: config.trainable_shapes().values().map(|shape| shape.iter().product::<usize>()).sum(),
             temperatures: drafter.calibration().map(|temperatures| temperatures.values().to_vec()),
         }
     }
@@ -173,7 +174,7 @@ pub struct ProposerResult {
 /// All samples with what is needed to group them.
 pub(super) struct Answers<'a> {
     pub(super) recipe: &'a Recipe,
-    pub(super) drafter: Option<&'a DSpark>,
+    pub(super) drafter: Option<&'a Drafter>,
     pub(super) prompts: &'a [Prompt],
     pub(super) samples: &'a HashMap<Key, Sample>,
     pub(super) differences: &'a [Difference],

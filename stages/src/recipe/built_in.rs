@@ -16,6 +16,10 @@ pub(super) const BUILT_IN: &[(&str, &str)] = &[
     ("dflash/qwen3_4b", include_str!("../../../recipes/dflash/qwen3_4b.toml")),
     ("dflash/qwen3_8b", include_str!("../../../recipes/dflash/qwen3_8b.toml")),
     ("dflash/qwen3_14b", include_str!("../../../recipes/dflash/qwen3_14b.toml")),
+    ("eagle3/smollm2_135m", include_str!("../../../recipes/eagle3/smollm2_135m.toml")),
+    ("eagle3/qwen3_4b", include_str!("../../../recipes/eagle3/qwen3_4b.toml")),
+    ("eagle3/qwen3_8b", include_str!("../../../recipes/eagle3/qwen3_8b.toml")),
+    ("eagle3/qwen3_14b", include_str!("../../../recipes/eagle3/qwen3_14b.toml")),
 ];
 
 impl Recipe {

@@ -30,6 +30,7 @@ pub(super) const KEYS: &[&str] = &[
     "draft.algorithm",
     "draft.num_layers",
     "draft.block_size",
+    "draft.ttt_length",
     "draft.sample_from_anchor",
     "draft.vocab_size",
     "draft.target_layer_ids",
@@ -60,6 +61,7 @@ pub(super) const KEYS: &[&str] = &[
     "train.loss_decay_gamma",
     "train.load_balance",
     "train.router_z",
+    "train.step_loss_decay",
     "train.ema",
     "train.checkpoint_every",
     "train.keep_checkpoints",
@@ -94,6 +96,7 @@ pub(super) const KEYS: &[&str] = &[
 /// Keys that may be absent; `--set key=none` takes them out.
 const OPTIONAL: &[&str] = &[
     "data.limit",
+    "draft.ttt_length",
     "draft.vocab_size",
     "draft.sliding_window",
     "draft.num_experts",
@@ -101,6 +104,7 @@ const OPTIONAL: &[&str] = &[
     "draft.moe_intermediate_size",
     "draft.shared_expert",
     "init.from",
+    "train.step_loss_decay",
     "train.epochs",
     "train.steps",
     "train.load_balance",

@@ -58,6 +58,8 @@ fn the_list_of_keys_is_that_of_the_fields() {
     recipe.draft.shared_expert = Some(SharedExpert::Width(1));
     recipe.train.load_balance = Some(1.0);
     recipe.train.router_z = Some(1.0);
+    recipe.draft.ttt_length = Some(1);
+    recipe.train.step_loss_decay = Some(1.0);
     recipe.init.from = Some("x".into());
     recipe.train.epochs = Some(1.0);
     recipe.train.steps = Some(1);
@@ -139,6 +141,34 @@ fn overrides_take_toml_bare_text_and_none() {
     assert_eq!(recipe.eval.temperatures, [0.0, 1.0]);
     assert_eq!(recipe.eval.prompts, [PromptSource::BuiltIn, PromptSource::File("a.jsonl".into())]);
     assert_eq!(recipe.train.phases.len(), 1);
+}
+
+#[test]
+fn keys_of_other_algorithms_are_refused() {
+    let mut eagle3 = Recipe::built_in("eagle3/smollm2_135m").unwrap().unwrap();
+    for (assignment, expected) in [
+        ("draft.ttt_length=none", "`draft.ttt_length` is absent, allowed: a value, for `eagle3`"),
+        ("draft.ttt_length=4", "`draft.block_size` is 5, allowed: `draft.ttt_length` (4) for `eagle3`"),
+        ("draft.ttt_length=65", "`draft.ttt_length` is 65, allowed: 1 to 64"),
+        ("train.step_loss_decay=none", "`train.step_loss_decay` is absent"),
+        ("train.step_loss_decay=1.1", "`train.step_loss_decay` is 1.1, allowed: above 0, at most 1"),
+        ("draft.num_layers=2", "`draft.num_layers` is 2, allowed: 1 for `eagle3`"),
+        ("draft.markov_rank=8", "`draft.markov_rank` is 8, allowed: 0 for `eagle3`"),
+        ("draft.confidence_head=true", "`draft.confidence_head` is true, allowed: false for `eagle3`"),
+        ("draft.sliding_window=8", "`draft.sliding_window` is given"),
+        ("draft.sample_from_anchor=false", "`draft.sample_from_anchor` is false"),
+        ("train.num_anchors=4", "`train.num_anchors` is 4, allowed: 0 for `eagle3`"),
+        ("train.loss_decay_gamma=4.0", "`train.loss_decay_gamma` is 4, allowed: 0 for `eagle3`"),
+        ("train.phases.0.ce=0.1", "`train.phases` is a list with other terms"),
+        ("draft.algorithm=dflash", "`draft.ttt_length` is given, allowed: no such key but for `eagle3`"),
+    ] {
+        let before = eagle3.clone();
+        eagle3.apply_set(assignment).unwrap();
+        let text = eagle3.validate().unwrap_err().to_string();
+        assert!(text.contains(expected), "{assignment}: {text}");
+        eagle3 = before;
+    }
+    eagle3.validate().unwrap();
 }
 
 #[test]

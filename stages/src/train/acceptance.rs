@@ -10,8 +10,8 @@ use std::time::Instant;
 use candle_core::Tensor;
 use deepspec_datasets::target_cache::Reader;
 use deepspec_models::checkpoint;
-use deepspec_models::config::DraftConfig;
-use deepspec_models::speculate::{DSparkProposer, SamplingParams};
+use deepspec_models::config::DrafterConfig;
+use deepspec_models::speculate::SamplingParams;
 use deepspec_models::target::Target;
 
 use crate::drafter::drafter_of;
@@ -95,7 +95,7 @@ impl<'a> TrainAcceptance<'a> {
     pub fn measure(
         &mut self,
         step: u64,
-        config: &DraftConfig,
+        config: &DrafterConfig,
         tensors: &[(String, Tensor)],
         ctx: Context<'_>,
     ) -> Result<Measured> {
@@ -104,8 +104,7 @@ impl<'a> TrainAcceptance<'a> {
         let drafter = drafter_of(config.clone(), &weights, self.precision)?;
         let slots = self.requests.len();
         let capacity = self.requests.iter().map(|request| request.prompt.len() + ANSWER_TOKENS).max().unwrap_or(0);
-        let proposer = DSparkProposer::new(&drafter, self.target.lm_head(), slots, capacity)?;
-        let mut engine = Engine::new(self.target, Box::new(proposer), slots, capacity)?;
+        let mut engine = Engine::new(self.target, drafter.proposer(self.target, slots, capacity)?, slots, capacity)?;
         let finished = engine.run(self.requests.iter().cloned(), |_| Ok(()))?;
         let rounds: Vec<Round> = finished.iter().flat_map(|done| &done.rounds).map(Round::from).collect();
         let rates = Rates::of(&rounds);

@@ -7,8 +7,8 @@ use std::path::PathBuf;
 
 use candle_core::{DType, Device, Tensor};
 use deepspec_models::checkpoint::{replace_folder, write_json, write_tensors};
-use deepspec_models::config::DraftConfig;
-use deepspec_models::draft::{DraftVocabulary, Parameters, trainable_shapes};
+use deepspec_models::config::DrafterConfig;
+use deepspec_models::draft::{DraftVocabulary, Parameters};
 use deepspec_models::loss::dspark::LossHead;
 use deepspec_models::optimizer::Optimizer;
 use deepspec_models::weights::Weights;
@@ -99,7 +99,7 @@ impl Checkpoints {
     pub fn save(
         &self,
         step: u64,
-        config: &DraftConfig,
+        config: &DrafterConfig,
         parameters: &Parameters,
         trained: Option<&Parameters>,
         frozen: &[(String, Tensor)],
@@ -158,10 +158,10 @@ pub fn frozen(embed_tokens: &Tensor, head: &LossHead) -> Result<Vec<(String, Ten
 /// When a tensor is missing, misshapen or left over, or the draft vocabulary is another.
 pub fn read_parameters(
     weights: &Weights,
-    config: &DraftConfig,
+    config: &DrafterConfig,
     vocabulary: Option<&DraftVocabulary>,
 ) -> Result<Parameters> {
-    let saved = DraftVocabulary::read(weights, config)?;
+    let saved = DraftVocabulary::read_map(weights, config.draft_vocab(), config.body().vocab_size)?;
     if saved.as_ref() != vocabulary {
         return Err(Error::Mismatch {
             what: "draft vocabulary".into(),
@@ -171,7 +171,7 @@ pub fn read_parameters(
         });
     }
     let mut parameters = Parameters::default();
-    for (name, shape) in trainable_shapes(config) {
+    for (name, shape) in config.trainable_shapes() {
         parameters.insert(&name, &weights.get(&name, &shape)?)?;
     }
     weights.skip("embed_tokens.weight");
@@ -186,8 +186,8 @@ pub fn read_parameters(
 ///
 /// # Errors
 /// As [`read_parameters`], or when the checkpoint is of another drafter than the recipe's.
-pub fn parameters(found: &Found, config: &DraftConfig, vocabulary: Option<&DraftVocabulary>) -> Result<Parameters> {
-    let saved = DraftConfig::from_folder(&found.folder)?;
+pub fn parameters(found: &Found, config: &DrafterConfig, vocabulary: Option<&DraftVocabulary>) -> Result<Parameters> {
+    let saved = DrafterConfig::from_folder(&found.folder)?;
     if saved.to_json() != config.to_json() {
         return Err(Error::Mismatch {
             what: "drafter".into(),

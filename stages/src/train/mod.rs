@@ -13,20 +13,20 @@ pub mod step;
 pub mod tensorboard;
 pub mod vocabulary;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
 
 use candle_core::{DType, Tensor};
 use deepspec_datasets::target_cache::{Expected, Reader};
-use deepspec_models::config::DraftConfig;
-use deepspec_models::draft::{DSpark, DraftVocabulary, ParameterSource, Parameters, initialise};
+use deepspec_models::config::{DraftConfig, DrafterConfig};
+use deepspec_models::draft::{DraftVocabulary, ParameterSource, Parameters, eagle3, initialise};
 use deepspec_models::linear::{Linear, Packed, Precision as Packing};
 use deepspec_models::loss::dspark::LossHead;
 use deepspec_models::optimizer::{AdamWConfig, Optimizer, Schedule};
 use deepspec_models::target::Target;
 
-use crate::drafter::{describe, draft_config};
+use crate::drafter::{Drafter, describe, draft_config};
 use crate::error::{Error, Result};
 use crate::progress::{Context, Event};
 use crate::recipe::{LayersInit, MarkovInit, Precision, Recipe};
@@ -77,7 +77,7 @@ pub struct Training<'a> {
     average: Option<MovingAverage>,
     optimizer: Optimizer,
     pending: Pending,
-    drafter: DSpark,
+    drafter: Drafter,
     head: LossHead,
     frozen: Vec<(String, Tensor)>,
     coverage: Option<Coverage>,
@@ -95,19 +95,22 @@ impl<'a> Training<'a> {
         cache.expect_matches(&Expected {
             target: &model.name,
             target_fingerprint: &model.fingerprint,
-            layer_ids: &config.target_layer_ids,
-            hidden_size: config.body.hidden_size,
+            layer_ids: config.target_layer_ids(),
+            hidden_size: config.body().hidden_size,
             tokenizer_hash: model.text.tokenizer().hash(),
         })?;
-        if let Some(prepared) = cache.meta().mask_token_id.filter(|&id| id != config.mask_token_id) {
+        if let (DrafterConfig::Block(block), Some(prepared)) = (&config, cache.meta().mask_token_id)
+            && prepared != block.mask_token_id
+        {
             return Err(Error::Mismatch {
                 what: "mask_token_id".into(),
                 left: format!("{prepared} in the cache"),
-                right: format!("{} in the recipe", config.mask_token_id),
+                right: format!("{} in the recipe", block.mask_token_id),
                 hint: Some("prepare the cache again, in another run folder".into()),
             });
         }
-        let (vocabulary, coverage) = vocabulary::build(&config, model.target.config(), &cache)?.unzip();
+        let (vocabulary, coverage) =
+            vocabulary::build(config.draft_vocab_size(), model.target.config(), &cache)?.unzip();
         if let Some(coverage) = &coverage {
             ctx.note(format!("draft vocabulary: {coverage}"));
         }
@@ -140,7 +143,7 @@ impl<'a> Training<'a> {
             average = Some(MovingAverage::of(decay, &parameters)?);
         }
         let frozen = checkpoint::frozen(&embed_tokens, &head)?;
-        let drafter = DSpark::new(config, embed_tokens, ParameterSource::Trainable(&parameters))?;
+        let drafter = Drafter::new(config, embed_tokens, ParameterSource::Trainable(&parameters))?;
         Ok(Self {
             recipe,
             run,
@@ -163,7 +166,7 @@ impl<'a> Training<'a> {
     /// The loss is not finite; the disk refuses; [`Error::Interrupted`] after a checkpoint when the user asks to stop.
     pub fn run(self, target: Option<&Target>, ctx: Context<'_>) -> Result<TrainOutcome> {
         let Self { recipe, drafter, parameters, mut average, head, mut optimizer, .. } = self;
-        let columns = self.cache.columns(&drafter.config().target_layer_ids)?;
+        let columns = self.cache.columns(drafter.target_layer_ids())?;
         let batches = Batches::new(&self.cache, columns, &recipe.train)?;
         let mut acceptance = TrainAcceptance::new(recipe, target, &self.cache)?;
         if batches.without_anchors > 0 {
@@ -172,26 +175,30 @@ impl<'a> Training<'a> {
         }
         let schedule = Schedule::new(recipe.train.lr, batches.steps, recipe.train.warmup_ratio);
         let resumed_from = optimizer.step_count();
-        ctx.note(describe(drafter.config()));
+        let config = drafter.config();
+        ctx.note(describe(&config));
+        let anchors = match config {
+            DrafterConfig::Block(_) => format!(", {} anchors each", recipe.train.num_anchors),
+            DrafterConfig::Eagle3(_) => String::new(),
+        };
         ctx.note(format!(
-            "{} samples, {} tokens; {} steps of {} sequences, {} anchors each; {:.1} M trainable parameters",
+            "{} samples, {} tokens; {} steps of {} sequences{anchors}; {:.1} M trainable parameters",
             batches.samples(),
             self.cache.manifest().tokens,
             batches.steps,
             recipe.train.batch_size,
-            recipe.train.num_anchors,
             parameters.elements() as f64 / 1e6,
         ));
         if resumed_from > 0 {
             ctx.note(format!("going on from step {resumed_from}"));
         }
-        let mut log = TrainLog::open(self.run, resumed_from, self.pending, batches.steps, drafter.config())?;
+        let mut log = TrainLog::open(self.run, resumed_from, self.pending, batches.steps, &config)?;
         let started = Instant::now();
         ctx.reporter.event(Event::Started { task: "train", total: batches.steps, done: resumed_from, unit: "steps" });
         let save = |step: u64, average: Option<&MovingAverage>, optimizer: &Optimizer, log: &TrainLog| {
             let (saved, trained) =
                 average.map_or((&parameters, None), |average| (average.parameters(), Some(&parameters)));
-            self.checkpoints.save(step, drafter.config(), saved, trained, &self.frozen, optimizer, log.pending())
+            self.checkpoints.save(step, &config, saved, trained, &self.frozen, optimizer, log.pending())
         };
         for step in resumed_from..batches.steps {
             let begun = Instant::now();
@@ -211,11 +218,11 @@ impl<'a> Training<'a> {
             if let Some(average) = &mut average {
                 average.update(&parameters, optimizer.step_count())?;
             }
-            log.count(&done.sums, done.tokens, begun.elapsed());
+            log.count(done.sums, done.tokens, begun.elapsed());
             let measured = measured.map(|acceptance| {
                 let saved = average.as_ref().map_or(&parameters, MovingAverage::parameters);
                 let tensors = checkpoint::tensors(saved, &self.frozen);
-                acceptance.measure(number, drafter.config(), &tensors, ctx)
+                acceptance.measure(number, &config, &tensors, ctx)
             });
             if is_logged {
                 let line = log.write(number, &weights, lr, done.grad_norm, measured.transpose()?)?;
@@ -277,7 +284,7 @@ fn loss_head(
 
 fn initial_parameters(
     recipe: &Recipe,
-    config: &DraftConfig,
+    config: &DrafterConfig,
     cache: &Reader,
     model: &TargetModel,
     lm_head: &Tensor,
@@ -287,17 +294,63 @@ fn initial_parameters(
     if let Some(from) = &recipe.init.from {
         ctx.note(format!("starting from checkpoint `{}`", from.display()));
         let start = crate::drafter::open(from, model)?;
-        let saved = DraftConfig::from_json(&from.join("config.json"), &start.config)?.layout();
-        if saved != config.layout() {
-            return Err(Error::Mismatch {
-                what: "block layout".into(),
-                left: format!("{} in `{}`", saved.name(), from.display()),
-                right: format!("{} in the recipe", config.layout().name()),
-                hint: Some("set `draft.sample_from_anchor` (and `draft.block_size`) as the checkpoint has them".into()),
-            });
-        }
+        check_start(&DrafterConfig::from_json(&from.join("config.json"), &start.config)?, config, from)?;
         return checkpoint::read_parameters(&start.weights, config, vocabulary);
     }
+    match config {
+        DrafterConfig::Block(config) => initial_block(recipe, config, cache, model, lm_head, vocabulary, ctx),
+        DrafterConfig::Eagle3(config) => {
+            let mut parameters = eagle3::initialise::random(config, recipe.train.seed)?;
+            if recipe.init.layers == LayersInit::Target {
+                eagle3::initialise::from_target_layers(&mut parameters, config, &model.weights()?)?;
+                ctx.note("the layer, fc and norm start as the target's last layer");
+            }
+            Ok(parameters)
+        }
+    }
+}
+
+/// Refuses a checkpoint whose tensors would fit but mean something else.
+fn check_start(saved: &DrafterConfig, config: &DrafterConfig, from: &Path) -> Result<()> {
+    let mismatch = |what: &str, left: &str, right: &str, hint: &str| {
+        Err(Error::Mismatch {
+            what: what.into(),
+            left: format!("{left} in `{}`", from.display()),
+            right: format!("{right} in the recipe"),
+            hint: Some(hint.into()),
+        })
+    };
+    let kind = |config: &DrafterConfig| match config {
+        DrafterConfig::Block(_) => "a block drafter",
+        DrafterConfig::Eagle3(_) => "Eagle3",
+    };
+    match (saved, config) {
+        (DrafterConfig::Block(saved), DrafterConfig::Block(config)) if saved.layout() != config.layout() => {
+            let hint = "set `draft.sample_from_anchor` (and `draft.block_size`) as the checkpoint has them";
+            mismatch("block layout", saved.layout().name(), config.layout().name(), hint)
+        }
+        (DrafterConfig::Eagle3(saved), DrafterConfig::Eagle3(config))
+            if saved.norm_before_residual != config.norm_before_residual =>
+        {
+            let [saved, config] = [saved, config].map(|config| config.norm_before_residual.to_string());
+            mismatch("norm_before_residual", &saved, &config, "such a drafter cannot be trained on")
+        }
+        (DrafterConfig::Block(_), DrafterConfig::Block(_)) | (DrafterConfig::Eagle3(_), DrafterConfig::Eagle3(_)) => {
+            Ok(())
+        }
+        _ => mismatch("kind of drafter", kind(saved), kind(config), "set `draft.algorithm` as the checkpoint has it"),
+    }
+}
+
+fn initial_block(
+    recipe: &Recipe,
+    config: &DraftConfig,
+    cache: &Reader,
+    model: &TargetModel,
+    lm_head: &Tensor,
+    vocabulary: Option<&DraftVocabulary>,
+    ctx: Context<'_>,
+) -> Result<Parameters> {
     let mut parameters = initialise::random(config, recipe.train.seed)?;
     if recipe.init.layers == LayersInit::Target {
         initialise::from_target_layers(&mut parameters, config, &model.weights()?)?;
