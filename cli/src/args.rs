@@ -1,8 +1,12 @@
 //! The command line. Doc comments here are the help texts.
 
+mod decoding;
+
 use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
+
+pub(crate) use decoding::{DecodingArguments, GenerateArguments, PrecisionChoice, ProposerChoice, ServeArguments};
 
 /// Make a language model decode faster without changing its output.
 #[derive(Debug, Parser)]
@@ -51,6 +55,10 @@ pub(crate) enum Command {
     Eval(EvalArguments),
     /// Write a drafter in the format of an engine or another trainer, or a target cache in the reference's.
     Export(ExportArguments),
+    /// Answer one prompt on the terminal.
+    Generate(GenerateArguments),
+    /// Serve target and drafter over HTTP, to anything that speaks OpenAI's API.
+    Serve(ServeArguments),
     /// Show what a cache, checkpoint, model or data file holds, and what is wrong with it.
     Inspect(InspectArguments),
 }

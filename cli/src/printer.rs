@@ -57,6 +57,16 @@ impl Printer {
         stdout.flush()
     }
 
+    /// A part of a line of data, shown at once. Foreign text in it must have gone through [`visible`].
+    ///
+    /// # Errors
+    /// As [`Printer::data`].
+    pub(crate) fn stream(&self, text: &str) -> io::Result<()> {
+        let mut stdout = AutoStream::new(io::stdout().lock(), self.stdout);
+        stdout.write_all(text.as_bytes())?;
+        stdout.flush()
+    }
+
     /// A heading.
     pub(crate) fn heading(&self, text: &str) {
         self.unless_quiet(&visible::text(text).bold());

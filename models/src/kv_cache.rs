@@ -48,8 +48,13 @@ impl KvCache {
         heads: HeadLayout,
         device: &Device,
     ) -> Result<Self> {
-        let ring = window.saturating_add(segment).checked_next_multiple_of(PANEL).unwrap_or(capacity);
-        Self::with_rows(layers, slots, capacity, ring.min(capacity), heads, device)
+        Self::with_rows(layers, slots, capacity, Self::ring_rows(capacity, window, segment), heads, device)
+    }
+
+    /// Positions that a slot of a [`windowed`](Self::windowed) cache holds at a time.
+    pub fn ring_rows(capacity: usize, window: usize, segment: usize) -> usize {
+        let ring = window.saturating_add(segment).checked_next_multiple_of(PANEL);
+        ring.map_or(capacity, |ring| ring.min(capacity))
     }
 
     fn with_rows(

@@ -77,6 +77,18 @@ pub enum Error {
         /// Field, value found and what is expected.
         problem: String,
     },
+    /// Something does not fit into memory.
+    #[error("{what} need {:.2} GB of memory, {:.2} GB are available", *needed as f64 / 1e9, *available as f64 / 1e9)]
+    Memory {
+        /// What would be kept there.
+        what: String,
+        /// Bytes needed.
+        needed: u64,
+        /// Bytes to be had.
+        available: u64,
+        /// What to do.
+        hint: String,
+    },
     /// A stage has nothing it could work on, or its input contradicts itself.
     #[error("{0}")]
     Input(String),
@@ -122,6 +134,7 @@ impl Error {
                 "fit it again with `deepspec eval --calibrate`, or do without it: `--set eval.calibration=false`"
                     .into(),
             ),
+            Self::Memory { hint, .. } => Some(hint.clone()),
             Self::Model(error) => error.hint(),
             Self::Dataset(error) => error.hint(),
             Self::Cache(error) => error.hint(),

@@ -1,4 +1,4 @@
-//! What the commands do: prepare, train, eval, quickstart, and the one decoding engine that they share.
+//! What the commands do: prepare, train, eval, serve, quickstart, and the one decoding engine that they share.
 //!
 //! Each stage takes a [`recipe::Recipe`], a run folder and a [`progress::Context`], and returns a typed outcome. Nothing
 //! here prints, exits or reads the environment.
@@ -15,6 +15,7 @@ pub mod progress;
 pub mod quickstart;
 pub mod recipe;
 pub mod run_dir;
+pub mod serve;
 pub mod target_model;
 pub mod train;
 

@@ -264,7 +264,7 @@ fn an_interrupted_calibration_goes_on_to_the_same_table() {
 #[test]
 fn what_cannot_be_calibrated_is_refused_or_said() {
     let bench = Bench::new();
-    let refuse = |overrides: &[&str], drafter: DSpark| {
+    let refuse = |overrides: &[&str], drafter: Drafter| {
         bench.calibrate("refused", overrides, drafter, None).0.unwrap_err().to_string()
     };
     assert!(refuse(&["eval.proposers=[\"plain\"]"], drafter(true)).contains("wants `draft` or `hybrid`"));

@@ -16,7 +16,7 @@ use deepspec_models::linear::Precision;
 use deepspec_models::speculate::{DSparkProposer, NgramProposer, NoProposer, Proposer, SamplingParams};
 use deepspec_models::target::Target;
 use deepspec_models::weights::Weights;
-use deepspec_stages::engine::{Adaptive, Engine, Finished, Request, StepCost, StepCosts};
+use deepspec_stages::engine::{Adaptive, Engine, Finished, Request, RequestOptions, StepCost, StepCosts};
 use serde_json::Value;
 
 fn golden(part: &str) -> PathBuf {
@@ -50,6 +50,7 @@ fn request(id: u64, prompt: Vec<u32>, max_new_tokens: usize) -> Request {
         max_new_tokens,
         stop_ids: Vec::new().into(),
         confidence_threshold: 0.0,
+        options: RequestOptions::default(),
     }
 }
 

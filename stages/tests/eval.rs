@@ -16,7 +16,7 @@ use deepspec_models::speculate::{Distribution, DraftRequest, NoProposer, Proposa
 use deepspec_models::target::Target;
 use deepspec_models::weights::Weights;
 use deepspec_stages::drafter::Drafter;
-use deepspec_stages::engine::{Engine, FinishReason, Request};
+use deepspec_stages::engine::{Engine, FinishReason, Request, RequestOptions};
 use deepspec_stages::eval::decode::Sample;
 use deepspec_stages::eval::metrics::{Acceptance, Round};
 use deepspec_stages::eval::speed::Timing;
@@ -392,6 +392,7 @@ fn a_stop_token_inside_an_accepted_block_ends_the_round_there() {
         max_new_tokens: 30,
         stop_ids: stop_ids.into(),
         confidence_threshold: 0.0,
+        options: RequestOptions::default(),
     };
     let mut engine = Engine::new(&target, Box::new(NoProposer), 1, 64).unwrap();
     let free = engine.run([request(Vec::new())], |_| Ok(())).unwrap().remove(0).output;

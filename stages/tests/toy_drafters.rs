@@ -13,7 +13,7 @@ use deepspec_models::speculate::{NoProposer, Proposer, SamplingParams};
 use deepspec_models::target::Target;
 use deepspec_models::weights::Weights;
 use deepspec_stages::drafter::{Drafter, describe, load_drafter};
-use deepspec_stages::engine::{Adaptive, Engine, Finished, Request, StepCost, StepCosts};
+use deepspec_stages::engine::{Adaptive, Engine, Finished, Request, RequestOptions, StepCost, StepCosts};
 use deepspec_stages::eval::metrics::{Acceptance, Round};
 use deepspec_stages::recipe::Precision;
 use serde_json::{Value, json};
@@ -166,6 +166,7 @@ fn request(id: u64, prompt: Vec<u32>, max_new_tokens: usize) -> Request {
         max_new_tokens,
         stop_ids: Vec::new().into(),
         confidence_threshold: 0.0,
+        options: RequestOptions::default(),
     }
 }
 

@@ -12,11 +12,11 @@ use deepspec_datasets::target_cache::{CacheMeta, Plan, Reader, Sample, StorageMo
 use deepspec_models::config::{DraftConfig, TargetConfig};
 use deepspec_models::draft::DraftVocabulary;
 use deepspec_models::linear::Precision as Packing;
-use deepspec_models::speculate::{CounterRng, NoProposer, Proposer, SamplingParams, Stream};
-use deepspec_models::target::Target;
+use deepspec_models::speculate::{CounterRng, DraftRequest, NoProposer, Proposer, SamplingParams, Stream};
+use deepspec_models::target::{NewTokens, Target};
 use deepspec_models::weights::Weights;
 use deepspec_stages::drafter::{Drafter, describe, load_drafter};
-use deepspec_stages::engine::{Engine, Finished, Request};
+use deepspec_stages::engine::{Engine, Finished, Request, RequestOptions};
 use deepspec_stages::eval::metrics::{Acceptance, Round};
 use deepspec_stages::model_source::TextSide;
 use deepspec_stages::progress::{Context, Event, Interrupt, Reporter};
@@ -361,6 +361,7 @@ fn greedy_request(target: &Target, index: u64, first: u32) -> Request {
         max_new_tokens: 48,
         stop_ids: target.config().stop_ids.as_slice().into(),
         confidence_threshold: 0.0,
+        options: RequestOptions::default(),
     }
 }
 
@@ -555,6 +556,7 @@ fn the_production_shape_trains_resumes_and_decodes_losslessly() {
             max_new_tokens: 190,
             stop_ids: Vec::new().into(),
             confidence_threshold: 0.0,
+            options: RequestOptions::default(),
         };
         [150, 3, 60].into_iter().enumerate().map(|(id, len)| request(id, len)).collect()
     };
@@ -570,4 +572,20 @@ fn the_production_shape_trains_resumes_and_decodes_losslessly() {
         assert_eq!(plain.output, drafted.output, "request {}", plain.request.id);
         assert!(drafted.rounds.iter().any(|round| round.proposed == 5), "blocks of five are proposed");
     }
+
+    // A prompt of several chunks, of which the engine keeps the features of the last: what is proposed is what all of them give.
+    let prompt: Vec<u32> = (0..480).map(|i| 40 + i * 11 % 97).collect();
+    let ask = |prompt: Vec<u32>| Request { prompt, max_new_tokens: 8, ..requests().remove(0) };
+    let proposer = drafter.proposer(target, 1, 500).unwrap();
+    let done = Engine::new(target, proposer, 1, 500).unwrap().run([ask(prompt.clone())], |_| Ok(())).unwrap().remove(0);
+    let mut cache = target.new_cache(1, 500).unwrap();
+    let new = NewTokens { slot: 0, tokens: &prompt };
+    let features = target.forward(&mut cache, &[new], drafter.target_layer_ids()).unwrap().features.unwrap();
+    let mut proposer = drafter.proposer(target, 1, 500).unwrap();
+    proposer.observe(&features, &[(0, 480)]).unwrap();
+    let tokens = [prompt, done.output[..1].to_vec()].concat();
+    let Request { sampling, seed, stop_ids, .. } = ask(tokens.clone());
+    let request =
+        DraftRequest { slot: 0, tokens: &tokens, most: 5, stop_ids: &stop_ids, sampling: &sampling, seed, round: 0 };
+    assert_eq!(done.rounds[0].block, proposer.propose(&[request]).unwrap()[0].tokens);
 }

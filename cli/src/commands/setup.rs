@@ -111,7 +111,7 @@ fn provenance() -> Provenance {
 }
 
 /// Processor, cores, memory and system, as far as the system tells.
-fn machine() -> String {
+pub(super) fn machine() -> String {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let field = |file: &str, name: &str| {
         let text = fs_err::read_to_string(file).ok()?;
@@ -123,6 +123,26 @@ fn machine() -> String {
         .and_then(|value| value.split_whitespace().next()?.parse::<f64>().ok())
         .map_or(String::new(), |kib| format!(", {:.0} GiB", kib / (1 << 20) as f64));
     format!("{processor}, {cores} cores{memory}, {}", env::consts::OS)
+}
+
+/// Key of the API from the environment: `DEEPSPEC_API_KEY`.
+pub(super) fn api_key() -> Option<String> {
+    env::var("DEEPSPEC_API_KEY").ok().filter(|key| !key.is_empty())
+}
+
+/// Bytes of memory that this program can still get, by the system and by the control group it runs in; `None` where neither
+/// tells.
+pub(super) fn available_memory() -> Option<u64> {
+    let read = |file: &str| fs_err::read_to_string(file).ok();
+    let number = |file: &str| read(file)?.trim().parse::<u64>().ok();
+    let system = read("/proc/meminfo").and_then(|text| {
+        let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+        Some(line.split_whitespace().next()?.parse::<u64>().ok()? * 1024)
+    });
+    let group = number("/sys/fs/cgroup/memory.max")
+        .zip(number("/sys/fs/cgroup/memory.current"))
+        .map(|(most, used)| most.saturating_sub(used));
+    system.into_iter().chain(group).min()
 }
 
 /// Seconds since 1970 as `2026-01-31T12:00:00Z` (days to date after Howard Hinnant's `civil_from_days`).

@@ -227,8 +227,9 @@ impl InplaceOp2 for Store<'_> {
         let is_worth_sharing = count * rows.cols >= 1 << 14 && !overlap(segments, *capacity);
         let shares = if is_worth_sharing { threads::count() } else { 1 };
         threads::run(shares, |share| {
-            for next in count * share / shares..count * (share + 1) / shares {
-                store(next, places[next]);
+            let (from, to) = (count * share / shares, count * (share + 1) / shares);
+            for (next, &place) in places.iter().enumerate().take(to).skip(from) {
+                store(next, place);
             }
         });
         Ok(())

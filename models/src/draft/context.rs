@@ -77,6 +77,19 @@ impl DSpark {
         Ok(())
     }
 
+    /// Passes over committed positions of a slot that no later block sees: those of a whole window must follow before the next block.
+    ///
+    /// # Errors
+    /// When the drafter has no window or the slot is full.
+    pub fn skip_context(&self, cache: &mut KvCache, slot: usize, len: usize) -> Result<()> {
+        if self.config.sliding_window.is_none() {
+            return Err(Error::Batch(format!("a drafter without a window sees the {len} positions to be passed over")));
+        }
+        cache.room(slot, len)?;
+        cache.advance(slot, len);
+        Ok(())
+    }
+
     /// Final hidden rows of one block per slot; the anchor stands right after the slot's context.
     ///
     /// The block's keys and values go into the cache past its length and are overwritten by what is committed later.

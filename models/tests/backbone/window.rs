@@ -159,6 +159,26 @@ fn slots_of_a_ring_are_apart_and_start_anew_after_a_release() {
 }
 
 #[test]
+fn positions_before_the_window_can_be_passed_over() {
+    let config = windowed(7);
+    let drafter = frozen(&config, &parameters(&config), Precision::F32);
+    let features = random(1, 90, 2 * HIDDEN);
+    let part = |from: usize, len: usize| features.narrow(0, from, len).unwrap();
+    let [mut all, mut part_of_it] = [(); 2].map(|()| drafter.new_context(1, 500).unwrap());
+    drafter.extend_context(&mut all, &features, &[(0, 90)]).unwrap();
+    drafter.extend_context(&mut part_of_it, &part(0, 40), &[(0, 40)]).unwrap();
+    drafter.block_hidden(&part_of_it, &[(0, 1)]).unwrap();
+    drafter.skip_context(&mut part_of_it, 0, 43).unwrap();
+    drafter.extend_context(&mut part_of_it, &part(83, 7), &[(0, 7)]).unwrap();
+    let block = |context: &KvCache| flat(&drafter.block_hidden(context, &[(0, 4)]).unwrap());
+    assert_eq!(block(&all), block(&part_of_it));
+    assert!(drafter.skip_context(&mut part_of_it, 0, 411).is_err(), "no room for 501 positions");
+    let whole = frozen(&super::config(&json!({})), &parameters(&super::config(&json!({}))), Precision::F32);
+    let mut context = whole.new_context(1, 500).unwrap();
+    assert!(whole.skip_context(&mut context, 0, 3).unwrap_err().to_string().contains("without a window"));
+}
+
+#[test]
 fn what_does_not_fit_a_context_is_refused() {
     let config = windowed(7);
     let drafter = frozen(&config, &parameters(&config), Precision::F32);

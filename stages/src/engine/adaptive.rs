@@ -10,6 +10,7 @@ use deepspec_models::speculate::Proposal;
 
 use super::estimates::{Estimates, Outlook, Use};
 use super::length::{best_length, worthwhile_prefix};
+use super::share::Allocation;
 use super::step_costs::StepCosts;
 
 /// Cost of drafting in plain steps before any was timed: of a block, and of each of its tokens.
@@ -77,6 +78,7 @@ pub struct Adaptive {
     other: LinearCost,
     learns: bool,
     estimates: Estimates,
+    allocation: Allocation,
 }
 
 impl Adaptive {
@@ -85,13 +87,47 @@ impl Adaptive {
         let plain = steps.seconds(1);
         let draft = LinearCost { fixed: FIRST_DRAFT.0 * plain, slope: FIRST_DRAFT.1 * plain };
         let other = LinearCost { fixed: 0.0, slope: 0.0 };
-        Self { steps, draft, other, learns: true, estimates: Estimates::of_engine() }
+        let (estimates, allocation) = (Estimates::of_engine(), Allocation::Alone);
+        Self { steps, draft, other, learns: true, estimates, allocation }
     }
 
     /// Costs that stay as given whatever the clock says, so that a run can be repeated. Drafting costs `draft_s` seconds.
     pub fn fixed(steps: StepCosts, draft_s: f64) -> Self {
         let draft = LinearCost { fixed: draft_s, slope: 0.0 };
         Self { draft, learns: false, ..Self::new(steps) }
+    }
+
+    /// Decides over several sequences in another way than each for itself.
+    #[must_use]
+    pub fn allocate(self, allocation: Allocation) -> Self {
+        Self { allocation, ..self }
+    }
+
+    /// How the verification of several sequences is decided.
+    pub(super) fn allocation(&self) -> Allocation {
+        self.allocation
+    }
+
+    /// Chance of each proposed token given those before it: its confidence, or what became of the like.
+    pub(super) fn chances(&self, request: &Estimates, proposal: &Proposal) -> Vec<f64> {
+        if proposal.confidence_logits.is_empty() {
+            return self.expected(request, proposal.matched, proposal.tokens.len());
+        }
+        let outlook = Outlook { engine: &self.estimates, request };
+        let logits = proposal.confidence_logits.iter().enumerate();
+        logits.map(|(k, &logit)| outlook.corrected(k, confidence(logit))).collect()
+    }
+
+    /// Chance of each token of proposals of a kind, whatever the tokens are.
+    pub(super) fn expected(&self, request: &Estimates, matched: usize, length: usize) -> Vec<f64> {
+        Outlook { engine: &self.estimates, request }.acceptance(matched, length)
+    }
+
+    /// Time of a whole round of `load` sequences with `rows` rows, after drafting so many blocks with so many slots together.
+    pub(super) fn pass_seconds(&self, rows: usize, load: usize, (blocks, slots): (usize, usize)) -> f64 {
+        let load = load.max(1) as f64;
+        let drafting = if blocks == 0 { 0.0 } else { blocks as f64 * self.draft.at(slots as f64 / blocks as f64) };
+        drafting + self.steps.seconds(rows) + load * self.other.at(rows as f64 / load)
     }
 
     /// The costs of the target's passes as they are known now.
@@ -123,17 +159,19 @@ impl Adaptive {
         }
     }
 
-    /// How many tokens of a lookup to verify, and the tokens per plain step that this promises.
-    pub(super) fn admit_lookup(&self, request: &mut Estimates, proposal: &Proposal, load: usize) -> (usize, f64) {
+    /// How many tokens of a lookup to verify, the tokens per plain step that this promises, and whether it does not pay and
+    /// is only tried.
+    pub(super) fn admit_lookup(&self, request: &mut Estimates, proposal: &Proposal, load: usize) -> (usize, f64, bool) {
         if proposal.tokens.is_empty() {
-            return (0, 1.0);
+            return (0, 1.0, false);
         }
         let outlook = Outlook { engine: &self.estimates, request };
         let expected = outlook.acceptance(proposal.matched, proposal.tokens.len());
         let (length, promise) = best_length(&expected, |length| self.round_cost(load, 0.0, length));
         match request.decide(proposal.matched, promise > 1.0) {
-            Use::Take | Use::Probe => (length, promise),
-            Use::Leave => (0, 1.0),
+            Use::Take => (length, promise, false),
+            Use::Probe => (length, promise, true),
+            Use::Leave => (0, 1.0, false),
         }
     }
 
@@ -249,11 +287,11 @@ mod tests {
             adaptive.observe(&mut request, &proposal(4, 1), [4, 0, 0], 1);
             adaptive.observe(&mut request, &proposal(3, 0), [3, 1, 3], 1);
         }
-        let (length, promise) = adaptive.admit_lookup(&mut request, &proposal(4, 4), 1);
+        let (length, promise, _) = adaptive.admit_lookup(&mut request, &proposal(4, 4), 1);
         assert!(length == 4 && promise > 3.5, "{length} {promise}");
         assert_eq!(adaptive.plan(&mut request, promise, 3, 1).slots, 0);
         // A match of one token that never pays is not verified, and the drafter is asked.
-        let (length, rival) = adaptive.admit_lookup(&mut request, &proposal(4, 1), 1);
+        let (length, rival, _) = adaptive.admit_lookup(&mut request, &proposal(4, 1), 1);
         assert_eq!((length, rival), (0, 1.0));
         let plan = adaptive.plan(&mut request, rival, 3, 1);
         assert!(!plan.is_fallback && plan.slots == 2, "one token pays, one slot is spare: {plan:?}");

@@ -2,12 +2,20 @@
 
 use super::sequence::{FinishReason, Sequence};
 
-/// Commits tokens in order until the sequence ends: after a stop token, or when the budget is used up. Returns how many
-/// were committed and why the sequence ended, if it did; nothing after the end is kept or counted.
+/// Commits tokens in order until the sequence ends: after a stop token, when a stop text is complete, or when the budget is
+/// used up, in this order. Returns how many were committed and why the sequence ended, if it did; nothing after the end is
+/// kept or counted.
 pub(super) fn commit(sequence: &mut Sequence, tokens: &[u32]) -> (usize, Option<FinishReason>) {
     for (i, &token) in tokens.iter().enumerate() {
         sequence.tokens.push(token);
         if sequence.request.stop_ids.contains(&token) {
+            return (i + 1, Some(FinishReason::Stop));
+        }
+        if let Some(history) = &mut sequence.history {
+            history.push(token);
+        }
+        sequence.stop_text = sequence.text.as_mut().and_then(|text| text.push(token));
+        if sequence.stop_text.is_some() {
             return (i + 1, Some(FinishReason::Stop));
         }
         if sequence.remaining() == 0 {
@@ -21,7 +29,7 @@ pub(super) fn commit(sequence: &mut Sequence, tokens: &[u32]) -> (usize, Option<
 mod tests {
     use deepspec_models::speculate::SamplingParams;
 
-    use super::super::sequence::Request;
+    use super::super::sequence::{Request, RequestOptions};
     use super::*;
 
     fn run(budget: usize, tokens: &[u32]) -> (Vec<u32>, Option<FinishReason>) {
@@ -33,6 +41,7 @@ mod tests {
             max_new_tokens: budget,
             stop_ids: vec![99].into(),
             confidence_threshold: 0.0,
+            options: RequestOptions::default(),
         };
         let mut sequence = Sequence::new(request, 0);
         let (count, reason) = commit(&mut sequence, tokens);

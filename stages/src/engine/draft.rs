@@ -18,6 +18,8 @@ pub(super) struct Draft {
     pub(super) drafted: usize,
     /// Whether a drafter was left out because it does not pay.
     pub(super) is_fallback: bool,
+    /// Whether it is verified as a trial, though it does not promise to pay.
+    pub(super) is_probe: bool,
 }
 
 /// The drafts of a step, one per sequence.
@@ -42,9 +44,10 @@ impl Engine<'_> {
             let source = &self.sources[index];
             for (place, sequence) in self.active.iter_mut().enumerate().filter(|(_, s)| !s.is_prefilling()) {
                 // The target adds one token of its own to whatever is accepted.
-                let most = source.block_size().min(sequence.remaining() - 1);
+                let most = source.block_size().min(self.longest_draft).min(sequence.remaining() - 1);
                 let draft = &mut drafts.all[place];
-                let (slots, is_probe) = match &self.adaptive {
+                let adaptive = self.adaptive.as_ref().filter(|_| !sequence.request.options.is_reproducible);
+                let (slots, is_probe) = match adaptive {
                     Some(adaptive) if !source.is_lookup() && most > 0 => {
                         let plan = adaptive.plan(&mut sequence.estimates, rivals[place], most, load);
                         draft.is_fallback = plan.is_fallback;
@@ -67,21 +70,27 @@ impl Engine<'_> {
                     draft.drafted = slots;
                 }
                 let gated = gate(&proposal, sequence.request.confidence_threshold);
-                let admitted = match &self.adaptive {
-                    None => gated,
+                let adaptive = self.adaptive.as_ref().filter(|_| !sequence.request.options.is_reproducible);
+                let (admitted, is_probe) = match adaptive {
+                    None => (gated, false),
                     Some(adaptive) if is_lookup => {
-                        let (length, promise) = adaptive.admit_lookup(&mut sequence.estimates, &proposal, load);
+                        let (length, promise, is_probe) =
+                            adaptive.admit_lookup(&mut sequence.estimates, &proposal, load);
                         rivals[place] = promise;
-                        length
+                        (length, is_probe)
                     }
-                    Some(adaptive) => adaptive.admit_draft(&sequence.estimates, &proposal, is_probe, load).min(gated),
+                    Some(adaptive) => {
+                        let length = adaptive.admit_draft(&sequence.estimates, &proposal, is_probe, load);
+                        (length.min(gated), is_probe)
+                    }
                 };
                 // Whether a block is verified at all was known before its first token was drawn, and a lookup draws none.
                 if admitted > 0 || draft.admitted == 0 {
-                    (draft.proposal, draft.admitted) = (proposal, admitted);
+                    (draft.proposal, draft.admitted, draft.is_probe) = (proposal, admitted, is_probe);
                 }
             }
         }
+        self.share_pass(&mut drafts.all);
         Ok(drafts)
     }
 
@@ -97,6 +106,10 @@ impl Engine<'_> {
             for &(place, _) in asked {
                 let sequence = &mut self.active[place];
                 let rows = sequence.unseen.iter().map(|rows| rows.dims()[0]).sum();
+                let passed = std::mem::take(&mut sequence.passed);
+                if passed > 0 {
+                    proposer.skip(sequence.slot, passed)?;
+                }
                 if rows > 0 {
                     drafts.has_backlog |= rows > usual;
                     commits.push((sequence.slot, rows));

@@ -13,26 +13,36 @@ pub mod commit;
 mod draft;
 mod estimates;
 mod length;
+pub mod prefix_scheduler;
 pub mod round;
+pub mod schedule;
 pub mod sequence;
+mod share;
+pub mod sps_profile;
 pub mod step_costs;
+pub mod text;
 
 use std::collections::VecDeque;
 use std::time::Instant;
 
 use deepspec_models::kv_cache::KvCache;
-use deepspec_models::speculate::Proposer;
+use deepspec_models::speculate::{Proposer, TokenLogprobs};
 use deepspec_models::target::Target;
 
 pub use adaptive::Adaptive;
-pub use sequence::{FinishReason, Finished, Request, RequestStats, RoundRecord};
+pub use schedule::{Schedule, Sources};
+pub use sequence::{FinishReason, Finished, Request, RequestOptions, RequestStats, RoundRecord};
+pub use share::Allocation;
 pub use step_costs::{StepCost, StepCosts};
+pub use text::TextOptions;
 
 use crate::error::{Error, Result};
 use sequence::Sequence;
 
 /// Prompt tokens of one sequence that a step reads at most.
-const PREFILL_CHUNK: usize = 256;
+pub(crate) const PREFILL_CHUNK: usize = 256;
+/// Prompt tokens that a step reads at most, of all sequences together: the others wait for it.
+const PREFILL_STEP: usize = 512;
 
 /// Wall-clock time of a number of steps.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
@@ -68,6 +78,12 @@ pub struct Update {
     pub id: u64,
     /// Tokens committed in this step, in order.
     pub tokens: Vec<u32>,
+    /// Text that has become certain, for requests that want text.
+    pub text: String,
+    /// One entry per token, for requests that want log probabilities.
+    pub logprobs: Vec<TokenLogprobs>,
+    /// The round that gave the tokens; `None` for the first token, which the prompt gives.
+    pub round: Option<RoundRecord>,
     /// Set when the sequence has ended.
     pub finished: Option<Finished>,
 }
@@ -78,12 +94,15 @@ pub struct Engine<'a> {
     /// In the order in which they are asked.
     sources: Vec<Box<dyn Proposer + 'a>>,
     adaptive: Option<Adaptive>,
+    /// Most tokens drafted in a round.
+    longest_draft: usize,
     cache: KvCache,
     free: Vec<usize>,
     active: Vec<Sequence>,
     waiting: VecDeque<Request>,
     times: PhaseTimes,
     round_times: PhaseTimes,
+    rows: u64,
 }
 
 impl<'a> Engine<'a> {
@@ -125,12 +144,14 @@ impl<'a> Engine<'a> {
             target,
             sources,
             adaptive: None,
+            longest_draft: usize::MAX,
             cache,
             free: (0..slots).rev().collect(),
             active: Vec::new(),
             waiting: VecDeque::new(),
             times: PhaseTimes::default(),
             round_times: PhaseTimes::default(),
+            rows: 0,
         })
     }
 
@@ -138,6 +159,13 @@ impl<'a> Engine<'a> {
     #[must_use]
     pub fn adapt(mut self, adaptive: Adaptive) -> Self {
         self.adaptive = Some(adaptive);
+        self
+    }
+
+    /// Lets proposers draft at most so many tokens in a round.
+    #[must_use]
+    pub fn limit_drafts(mut self, tokens: usize) -> Self {
+        self.longest_draft = tokens;
         self
     }
 
@@ -164,6 +192,12 @@ impl<'a> Engine<'a> {
             return Err(Error::Input(format!("request {} is there already", request.id)));
         }
         request.sampling.validate()?;
+        request.options.adjustments.validate(self.target.config().vocab_size)?;
+        if let Some(text) = &request.options.text
+            && text.stop.iter().any(String::is_empty)
+        {
+            return Err(Error::Input(format!("request {} has an empty stop text", request.id)));
+        }
         self.waiting.push_back(request);
         Ok(())
     }
@@ -176,6 +210,26 @@ impl<'a> Engine<'a> {
     /// Sequences in work.
     pub fn active(&self) -> usize {
         self.active.len()
+    }
+
+    /// Sequences at a time.
+    pub fn slots(&self) -> usize {
+        self.cache.slots()
+    }
+
+    /// Slots that no sequence is in.
+    pub fn free_slots(&self) -> usize {
+        self.free.len()
+    }
+
+    /// Most tokens of a sequence, prompt included.
+    pub fn capacity(&self) -> usize {
+        self.cache.capacity()
+    }
+
+    /// What a pass of the target costs, where the engine keeps track of it.
+    pub fn step_costs(&self) -> Option<&StepCosts> {
+        self.adaptive.as_ref().map(Adaptive::step_costs)
     }
 
     /// Whether there is nothing left to do.
@@ -191,6 +245,16 @@ impl<'a> Engine<'a> {
     /// Time spent in steps in which no prompt was read: what rounds cost.
     pub fn round_times(&self) -> PhaseTimes {
         self.round_times
+    }
+
+    /// Tokens of the target's vocabulary.
+    pub fn vocab_size(&self) -> usize {
+        self.target.config().vocab_size
+    }
+
+    /// Rows that have gone through the target.
+    pub fn rows(&self) -> u64 {
+        self.rows
     }
 
     /// Name of the proposer.
@@ -266,6 +330,9 @@ impl<'a> Engine<'a> {
                 updates.push(Update {
                     id: sequence.request.id,
                     tokens: Vec::new(),
+                    text: String::new(),
+                    logprobs: Vec::new(),
+                    round: None,
                     finished: Some(sequence.finish(FinishReason::Length)),
                 });
                 continue;

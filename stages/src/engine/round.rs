@@ -6,14 +6,14 @@ use std::time::Instant;
 
 use candle_core::Tensor;
 use deepspec_models::speculate::propose::host;
-use deepspec_models::speculate::{Distribution, top_gap, verify_lazily};
+use deepspec_models::speculate::{Distribution, TokenLogprobs, top_gap, verify_lazily};
 use deepspec_models::target::NewTokens;
 
 use super::adaptive::StepTimes;
 use super::commit::commit;
 use super::draft::{Draft, Drafts};
 use super::sequence::{FinishReason, RoundRecord, Sequence};
-use super::{Engine, PREFILL_CHUNK, PhaseTimes, Update};
+use super::{Engine, PREFILL_CHUNK, PREFILL_STEP, PhaseTimes, Update};
 use crate::error::Result;
 
 /// What one sequence runs through the target in this step.
@@ -32,12 +32,14 @@ impl Engine<'_> {
         let begun = Instant::now();
         let Drafts { all, has_backlog } = self.draft()?;
         let drafted = Instant::now();
+        let mut room = PREFILL_STEP;
         let turns: Vec<Turn> =
-            self.active.iter().zip(all).map(|(sequence, draft)| self.turn(sequence, draft)).collect();
+            self.active.iter().zip(all).map(|(sequence, draft)| self.turn(sequence, draft, &mut room)).collect();
         let batch: Vec<NewTokens<'_>> = self
             .active
             .iter()
             .zip(&turns)
+            .filter(|(_, turn)| !turn.tokens.is_empty())
             .map(|(sequence, turn)| NewTokens { slot: sequence.slot, tokens: &turn.tokens })
             .collect();
         let capture = self.sources.iter().map(|source| source.feature_layers()).find(|layers| !layers.is_empty());
@@ -48,6 +50,7 @@ impl Engine<'_> {
             wanted.extend(turn.logits.clone().map(|row| row_count + row));
             row_count += turn.tokens.len();
         }
+        self.rows += row_count as u64;
         let logits = if wanted.is_empty() { None } else { Some(self.target.logits(&rows.hidden, &wanted)?) };
         let verified = Instant::now();
         let (is_reading, load) = (turns.iter().any(|turn| !turn.is_round), turns.len());
@@ -72,13 +75,15 @@ impl Engine<'_> {
         Ok((updates, times))
     }
 
-    fn turn(&self, sequence: &Sequence, draft: Draft) -> Turn {
+    /// What a sequence runs; `room` is how many prompt tokens may still be read in this step.
+    fn turn(&self, sequence: &Sequence, draft: Draft, room: &mut usize) -> Turn {
         let known = self.cache.len(sequence.slot);
         if sequence.is_prefilling() {
-            let end = sequence.tokens.len().min(known + PREFILL_CHUNK);
+            let end = sequence.tokens.len().min(known + PREFILL_CHUNK.min(*room));
+            *room -= end - known;
             let tokens = sequence.tokens[known..end].to_vec();
             let complete = end == sequence.tokens.len();
-            let logits = if complete { tokens.len() - 1..tokens.len() } else { 0..0 };
+            let logits = if complete && !tokens.is_empty() { tokens.len() - 1..tokens.len() } else { 0..0 };
             return Turn { tokens, logits, draft, is_round: false };
         }
         let tokens = [&sequence.tokens[known..], &draft.proposal.tokens[..draft.admitted]].concat();
@@ -94,6 +99,8 @@ impl Engine<'_> {
         let vocab = self.target.config().vocab_size;
         let (mut first_row, mut first_logits) = (0, 0);
         let load = turns.len();
+        // The only source that takes features is the drafter.
+        let window = self.sources.iter().find(|source| !source.feature_layers().is_empty()).and_then(|s| s.window());
         for (i, (sequence, turn)) in self.active.iter_mut().zip(turns).enumerate() {
             let row_count = turn.tokens.len();
             let rows = &logits[first_logits * vocab..(first_logits + turn.logits.len()) * vocab];
@@ -102,6 +109,7 @@ impl Engine<'_> {
             if !rows.is_empty() {
                 let (accepted, tokens) = decide(sequence, &turn.draft, rows, vocab)?;
                 let (count, reason) = commit(sequence, &tokens);
+                let mut round = None;
                 if turn.is_round {
                     // The anchor and the accepted tokens stay; the target's own token is the next anchor.
                     kept = 1 + accepted;
@@ -111,14 +119,20 @@ impl Engine<'_> {
                         let Draft { proposal, admitted, drafted, .. } = &turn.draft;
                         adaptive.observe(&mut sequence.estimates, proposal, [*admitted, accepted, *drafted], load);
                     }
-                    sequence.rounds.push(record(turn.draft, accepted, count, reason));
+                    let record = record(turn.draft, accepted, count, reason);
+                    round = Some(record.clone());
+                    sequence.rounds.push(record);
                 }
                 ended[i] = reason;
                 let tokens = sequence.tokens[sequence.tokens.len() - count..].to_vec();
-                updates.push(Update { id: sequence.request.id, tokens, finished: None });
+                let logprobs = logprobs(sequence, &tokens, rows, vocab)?;
+                let text = sequence.text.as_mut();
+                let text = text.map(|text| if reason.is_some() { text.finish() } else { text.take() });
+                let (id, text) = (sequence.request.id, text.unwrap_or_default());
+                updates.push(Update { id, tokens, text, logprobs, round, finished: None });
             }
-            if let Some(features) = features.filter(|_| ended[i].is_none()) {
-                sequence.unseen.push(features.narrow(0, first_row, kept)?);
+            if let Some(features) = features.filter(|_| ended[i].is_none() && kept > 0) {
+                sequence.keep_features(features.narrow(0, first_row, kept)?, window);
             }
             first_row += row_count;
         }
@@ -144,11 +158,22 @@ impl Engine<'_> {
 /// # Shapes
 /// `rows`: one row of `vocab` logits for the anchor and for each verified token.
 fn decide(sequence: &mut Sequence, draft: &Draft, rows: &[f32], vocab: usize) -> Result<(usize, Vec<u32>)> {
-    let Sequence { request, tokens, min_margin, .. } = sequence;
+    let Sequence { request, tokens, min_margin, history, .. } = sequence;
     let sampling = &request.sampling;
     let proposed = &draft.proposal.tokens[..draft.admitted];
+    // Row k is seen with the draft tokens before it, all of them accepted when it is asked for.
+    let (mut seen, mut adjusted) = (history.clone(), Vec::new());
     let target = |k: usize| {
-        let row = &rows[k * vocab..(k + 1) * vocab];
+        let mut row = &rows[k * vocab..(k + 1) * vocab];
+        if let Some(seen) = &mut seen {
+            if k > 0 {
+                seen.push(proposed[k - 1]);
+            }
+            adjusted.clear();
+            adjusted.extend_from_slice(row);
+            request.options.adjustments.apply(&mut adjusted, seen);
+            row = &adjusted;
+        }
         if sampling.is_greedy() {
             *min_margin = min_margin.min(top_gap(row));
         }
@@ -157,6 +182,13 @@ fn decide(sequence: &mut Sequence, draft: &Draft, rows: &[f32], vocab: usize) ->
     let distributions = &draft.proposal.distributions[..draft.admitted];
     let verdict = verify_lazily(target, distributions, proposed, request.seed, tokens.len() as u64)?;
     Ok((verdict.accepted, [&proposed[..verdict.accepted], &[verdict.next_token]].concat()))
+}
+
+/// Log probabilities of committed tokens, where the request wants them: row k is what the target said of token k.
+fn logprobs(sequence: &Sequence, tokens: &[u32], rows: &[f32], vocab: usize) -> Result<Vec<TokenLogprobs>> {
+    let Some(top) = sequence.request.options.logprobs else { return Ok(Vec::new()) };
+    let of = |(&token, row)| Ok(TokenLogprobs::new(row, token, top)?);
+    tokens.iter().zip(rows.chunks_exact(vocab)).map(of).collect()
 }
 
 fn record(draft: Draft, accepted: usize, committed: usize, reason: Option<FinishReason>) -> RoundRecord {

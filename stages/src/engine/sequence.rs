@@ -3,9 +3,10 @@
 use std::sync::Arc;
 
 use candle_core::Tensor;
-use deepspec_models::speculate::SamplingParams;
+use deepspec_models::speculate::{Adjustments, History, SamplingParams};
 
 use super::estimates::Estimates;
+use super::text::{TextOptions, TextState};
 
 /// One generation to do.
 #[derive(Debug, Clone)]
@@ -24,12 +25,28 @@ pub struct Request {
     pub stop_ids: Arc<[u32]>,
     /// Verify the longest prefix of a proposal whose confidences all reach this; 0 verifies everything.
     pub confidence_threshold: f32,
+    /// What else is asked for.
+    pub options: RequestOptions,
+}
+
+/// What a request may ask for beyond tokens; nothing by default.
+#[derive(Debug, Clone, Default)]
+pub struct RequestOptions {
+    /// Biases and penalties of the target's logits.
+    pub adjustments: Adjustments,
+    /// Text beside tokens, and texts that end the sequence.
+    pub text: Option<TextOptions>,
+    /// Log probabilities of each token, and of so many likeliest ones.
+    pub logprobs: Option<usize>,
+    /// Verify by this request's own proposals and threshold alone, whatever the engine's schedule: a sampled text then
+    /// depends on nothing but the request.
+    pub is_reproducible: bool,
 }
 
 /// Why a sequence ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FinishReason {
-    /// A stop token was committed.
+    /// A stop token was committed, or a stop text completed.
     Stop,
     /// The budget of new tokens is used up.
     Length,
@@ -91,6 +108,8 @@ pub struct Finished {
     pub output: Vec<u32>,
     /// Why it ended.
     pub reason: FinishReason,
+    /// The stop text that ended it, where one did.
+    pub stop_text: Option<String>,
     /// Its rounds; the prefill that gave the first token is none.
     pub rounds: Vec<RoundRecord>,
     /// Smallest gap between the two best target logits met at T = 0; infinite when sampling.
@@ -126,12 +145,35 @@ pub(super) struct Sequence {
     pub(super) min_margin: f32,
     /// Features of committed positions that no drafter has been given yet, in order.
     pub(super) unseen: Vec<Tensor>,
+    /// Positions before those whose features are no longer kept, since the drafter's window lies behind them.
+    pub(super) passed: usize,
     pub(super) estimates: Estimates,
+    /// What penalties look at; `None` where nothing is adjusted.
+    pub(super) history: Option<History>,
+    pub(super) text: Option<TextState>,
+    pub(super) stop_text: Option<String>,
+    /// Survival of the drafter's tokens as promised one and two rounds ago; empty where there was no such round.
+    pub(super) promises: [Vec<f64>; 2],
 }
 
 impl Sequence {
+    /// Keeps features of newly committed positions for a drafter that needs those of the last `window`, or all.
+    pub(super) fn keep_features(&mut self, rows: Tensor, window: Option<usize>) {
+        self.unseen.push(rows);
+        let Some(window) = window else { return };
+        let mut kept: usize = self.unseen.iter().map(|rows| rows.dims()[0]).sum();
+        while let Some(first) = self.unseen.first().map(|rows| rows.dims()[0]).filter(|first| kept - first >= window) {
+            self.unseen.remove(0);
+            self.passed += first;
+            kept -= first;
+        }
+    }
+
     pub(super) fn new(request: Request, slot: usize) -> Self {
         let tokens = request.prompt.clone();
+        let options = &request.options;
+        let history = (!options.adjustments.is_none()).then(|| History::new(&tokens));
+        let text = options.text.as_ref().map(TextState::new);
         Self {
             request,
             slot,
@@ -139,7 +181,12 @@ impl Sequence {
             rounds: Vec::new(),
             min_margin: f32::INFINITY,
             unseen: Vec::new(),
+            passed: 0,
             estimates: Estimates::of_request(),
+            history,
+            text,
+            stop_text: None,
+            promises: [Vec::new(), Vec::new()],
         }
     }
 
@@ -158,6 +205,7 @@ impl Sequence {
 
     pub(super) fn finish(mut self, reason: FinishReason) -> Finished {
         let output = self.tokens.split_off(self.request.prompt.len());
-        Finished { request: self.request, output, reason, rounds: self.rounds, min_margin: self.min_margin }
+        let Self { request, rounds, min_margin, stop_text, .. } = self;
+        Finished { request, output, reason, stop_text, rounds, min_margin }
     }
 }

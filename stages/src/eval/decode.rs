@@ -15,7 +15,7 @@ use super::metrics::{Round, calibration};
 use super::prompts::Prompt;
 use super::speed::Timing;
 use crate::drafter::Drafter;
-use crate::engine::{Adaptive, Engine, Finished, Request, StepCosts};
+use crate::engine::{Adaptive, Engine, Finished, Request, RequestOptions, StepCosts};
 use crate::error::{Error, Result};
 use crate::progress::{Context, Event};
 use crate::recipe::{EvalRecipe, Proposer as Contender};
@@ -259,6 +259,7 @@ impl<'a> Plan<'a> {
             max_new_tokens: self.settings.max_new_tokens,
             stop_ids: self.stop_ids.clone(),
             confidence_threshold: self.settings.confidence_threshold as f32,
+            options: RequestOptions::default(),
         }
     }
 }

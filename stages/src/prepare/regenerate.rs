@@ -21,7 +21,7 @@ use sha2::{Digest, Sha256};
 use super::answers::{self, Answer, AnswerTurn, End, Finish};
 use super::rejects::Refusal;
 use super::{Settings, mask_token_in_data};
-use crate::engine::{Engine, Finished, Request};
+use crate::engine::{Engine, Finished, Request, RequestOptions};
 use crate::error::{Error, Result};
 use crate::progress::{Context, Event};
 use crate::recipe::PrepareRecipe;
@@ -257,6 +257,7 @@ impl<'a> Work<'a> {
             seed: answer_seed(recipe.prepare.seed, key, talk.sample, talk.turns.len()),
             stop_ids: renderer.stop_ids().into(),
             confidence_threshold: 0.0,
+            options: RequestOptions::default(),
         })
     }
 

@@ -15,7 +15,7 @@ use deepspec_models::speculate::SamplingParams;
 use deepspec_models::target::Target;
 
 use crate::drafter::drafter_of;
-use crate::engine::{Engine, Request};
+use crate::engine::{Engine, Request, RequestOptions};
 use crate::error::{Error, Result};
 use crate::eval::metrics::{Acceptance as Rates, IDLE_TAU, Round};
 use crate::progress::Context;
@@ -69,6 +69,7 @@ impl<'a> TrainAcceptance<'a> {
                     max_new_tokens: ANSWER_TOKENS,
                     stop_ids: target.config().stop_ids.as_slice().into(),
                     confidence_threshold: 0.0,
+                    options: RequestOptions::default(),
                 });
             }
             if requests.len() == recipe.train.acceptance_prompts {

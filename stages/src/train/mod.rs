@@ -380,5 +380,13 @@ fn initial_block(
 /// # Errors
 /// When the folder cannot be read.
 pub fn latest_checkpoint(run: &RunDir) -> Result<Option<PathBuf>> {
-    Ok(Checkpoints::new(run.checkpoints(), 1).latest()?.map(|found| found.folder))
+    newest_checkpoint(run.checkpoints())
+}
+
+/// The newest in a folder of checkpoints, if there is one; a run that trains may go on meanwhile.
+///
+/// # Errors
+/// When the folder cannot be read.
+pub fn newest_checkpoint(folder: impl Into<PathBuf>) -> Result<Option<PathBuf>> {
+    Ok(Checkpoints::new(folder.into(), 1).latest()?.map(|found| found.folder))
 }

