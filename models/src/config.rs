@@ -7,6 +7,7 @@ pub mod draft;
 pub mod drafter;
 pub mod eagle3;
 mod fields;
+mod moe;
 pub mod rope;
 
 use std::path::Path;
@@ -17,6 +18,7 @@ pub use self::draft::{BlockLayout, DraftConfig, MarkovHeadType};
 pub use self::drafter::DrafterConfig;
 pub use self::eagle3::Eagle3Config;
 use self::fields::Fields;
+pub use self::moe::MoeConfig;
 pub use self::rope::{RopeConfig, RopeScaling};
 use crate::error::{Error, Result};
 use crate::gguf::Gguf;

@@ -953,6 +953,7 @@ fn tiny_draft() -> DraftConfig {
         markov_head_type: Some(MarkovHeadType::Gated),
         sample_from_anchor: true,
         sliding_window: None,
+        moe: None,
     }
 }
 

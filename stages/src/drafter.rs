@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use candle_core::{DType, Device, Tensor};
-use deepspec_models::config::{DraftConfig, DrafterConfig, Eagle3Config, MarkovHeadType, TargetConfig};
+use deepspec_models::config::{DraftConfig, DrafterConfig, Eagle3Config, MarkovHeadType, MoeConfig, TargetConfig};
 use deepspec_models::draft::{DSpark, Eagle3, ParameterSource};
 use deepspec_models::formats::{Canonical, Lender};
 use deepspec_models::linear::Linear;
@@ -12,7 +12,7 @@ use deepspec_models::target::Target;
 use deepspec_models::weights::Weights;
 
 use crate::error::{Error, Result};
-use crate::recipe::{Algorithm, MarkovHead, Precision, Recipe};
+use crate::recipe::{Algorithm, DraftRecipe, MarkovHead, Precision, Recipe, SharedExpert};
 use crate::target_model::{TargetModel, packing};
 
 /// A drafter of any kind, in training or loaded for drafting.
@@ -173,9 +173,27 @@ fn block_config(recipe: &Recipe, target: &TargetConfig) -> Result<DraftConfig> {
         }),
         sample_from_anchor: draft.sample_from_anchor,
         sliding_window: draft.sliding_window,
+        moe: experts(draft, target),
     };
     config.validate(Path::new("recipe"))?;
     Ok(config)
+}
+
+/// The mixture of experts that a recipe describes for a target.
+fn experts(draft: &DraftRecipe, target: &TargetConfig) -> Option<MoeConfig> {
+    let num_experts_per_tok = draft.experts_per_token?;
+    Some(MoeConfig {
+        num_experts: draft.num_experts?,
+        num_experts_per_tok,
+        moe_intermediate_size: draft.moe_intermediate_size?,
+        // The only weight of a token's experts would be 1 whatever the router says.
+        norm_topk_prob: num_experts_per_tok > 1,
+        shared_expert_intermediate_size: match draft.shared_expert {
+            None | Some(SharedExpert::AsTarget(false)) => 0,
+            Some(SharedExpert::AsTarget(true)) => target.intermediate_size,
+            Some(SharedExpert::Width(width)) => width,
+        },
+    })
 }
 
 /// Loads a checkpoint of any layout for inference beside its target, whose embedding and head it may borrow; every tensor of it must
@@ -268,7 +286,7 @@ fn describe_block(config: &DraftConfig) -> String {
     let vocabulary = vocabulary(config.draft_vocab_size, &config.body);
     format!(
         "drafter: {} draft layers, {} blocks of {} rows with {} proposals, target layers {:?}, vocabulary {vocabulary}, \
-         {head}, confidence {}, window {}",
+         {head}, confidence {}, window {}, MLP {}",
         config.body.num_hidden_layers,
         config.layout().name(),
         config.block_size,
@@ -276,5 +294,6 @@ fn describe_block(config: &DraftConfig) -> String {
         config.target_layer_ids,
         if config.enable_confidence_head { "on" } else { "off" },
         config.sliding_window.map_or("none".into(), |w| w.to_string()),
+        config.moe.as_ref().map_or("like the target's".into(), |moe| format!("of {moe}")),
     )
 }

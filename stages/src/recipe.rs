@@ -177,6 +177,30 @@ pub struct DraftRecipe {
     /// Number of last context tokens that the drafter attends to. Optional: all.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub sliding_window: Option<usize>,
+    /// Routed experts in the place of each draft layer's MLP. Optional: MLPs like the target's. With it, `experts_per_token`
+    /// and `moe_intermediate_size` must be there.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub num_experts: Option<usize>,
+    /// Routed experts that each token goes to. Optional, see `num_experts`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub experts_per_token: Option<usize>,
+    /// Width inside a routed expert. Optional, see `num_experts`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub moe_intermediate_size: Option<usize>,
+    /// An expert that serves every token beside the routed ones: `true` for one as wide as the target's MLP, which can start from it,
+    /// or its width. Optional: none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub shared_expert: Option<SharedExpert>,
+}
+
+/// Width of the shared expert.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(untagged, expecting = "expected true, false or a width")]
+pub enum SharedExpert {
+    /// As wide as the target's MLP, or none.
+    AsTarget(bool),
+    /// Of this width.
+    Width(usize),
 }
 
 fn anchor_first_by_default() -> bool {
@@ -267,6 +291,12 @@ pub struct TrainRecipe {
     pub max_grad_norm: f64,
     /// Slot k of a block weighs exp(−k / this); 0 = all the same.
     pub loss_decay_gamma: f64,
+    /// Weight of the routers' load-balance loss, where there are experts. Optional: 0.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub load_balance: Option<f64>,
+    /// Weight of the routers' z-loss, which keeps their logits small. Optional: 0.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub router_z: Option<f64>,
     /// Step s of training-time test weighs this to the power of s, for `eagle3` alone. Optional: none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub step_loss_decay: Option<f64>,

@@ -13,8 +13,8 @@ use deepspec_models::draft::DSpark;
 use deepspec_models::speculate::{Adjustments, CounterRng, DSparkProposer, Proposer, SamplingParams, Stream};
 use deepspec_models::target::Target;
 use deepspec_stages::engine::{
-    Adaptive, Allocation, Engine, FinishReason, Finished, Request, RequestOptions, Schedule, Sources, StepCost, StepCosts,
-    TextOptions, Update,
+    Adaptive, Allocation, Engine, FinishReason, Finished, Request, RequestOptions, Schedule, Sources, StepCost,
+    StepCosts, TextOptions, Update,
 };
 
 const CAPACITY: usize = 160;
@@ -289,9 +289,9 @@ fn no_request_sees_another() {
         for done in done {
             answered += 1;
             let id = done.request.id;
-            let expected = solo.entry((kind, case % 20, id)).or_insert_with(|| {
-                alone[kind].1.run([random(case, id)], |_| Ok(())).unwrap().remove(0).output
-            });
+            let expected = solo
+                .entry((kind, case % 20, id))
+                .or_insert_with(|| alone[kind].1.run([random(case, id)], |_| Ok(())).unwrap().remove(0).output);
             assert_eq!(&done.output, expected, "{name}, case {case}, request {id}");
         }
         assert_eq!((engine.active(), engine.waiting(), engine.free_slots()), (0, 0, engine.slots()));
@@ -346,9 +346,11 @@ fn scheduling_a_batch_keeps_the_distribution() {
     };
     // Curves on which the choice is a close thing.
     let curves = [STEEP, [1.0, 1.6, 1.65, 1.7, 1.75, 1.8]];
-    for (penalty, allocation, seconds) in
-        [(0.0, Allocation::Budget, curves[0]), (0.0, Allocation::EarlyStop, curves[0]), (2.0, Allocation::Budget, curves[1])]
-    {
+    for (penalty, allocation, seconds) in [
+        (0.0, Allocation::Budget, curves[0]),
+        (0.0, Allocation::EarlyStop, curves[0]),
+        (2.0, Allocation::Budget, curves[1]),
+    ] {
         let proposer = DSparkProposer::new(&drafter, target.lm_head(), 8, 16).unwrap();
         let engine = Engine::new(&target, Box::new(proposer), 8, 16).unwrap();
         let engine = engine.adapt(Adaptive::fixed(costs(seconds), 0.0).allocate(allocation));

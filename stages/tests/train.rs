@@ -12,11 +12,11 @@ use deepspec_datasets::target_cache::{CacheMeta, Plan, Reader, Sample, StorageMo
 use deepspec_models::config::{DraftConfig, TargetConfig};
 use deepspec_models::draft::DraftVocabulary;
 use deepspec_models::linear::Precision as Packing;
-use deepspec_models::speculate::{CounterRng, NoProposer, SamplingParams, Stream};
-use deepspec_models::target::Target;
+use deepspec_models::speculate::{CounterRng, DraftRequest, NoProposer, Proposer, SamplingParams, Stream};
+use deepspec_models::target::{NewTokens, Target};
 use deepspec_models::weights::Weights;
-use deepspec_stages::drafter::{Drafter, load_drafter};
-use deepspec_stages::engine::{Engine, Request, RequestOptions};
+use deepspec_stages::drafter::{Drafter, describe, load_drafter};
+use deepspec_stages::engine::{Engine, Finished, Request, RequestOptions};
 use deepspec_stages::eval::metrics::{Acceptance, Round};
 use deepspec_stages::model_source::TextSide;
 use deepspec_stages::progress::{Context, Event, Interrupt, Reporter};
@@ -135,18 +135,20 @@ struct Bench {
     model: TargetModel,
     /// Where the tokens of new caches start.
     first: u32,
+    /// The built-in recipe that runs start from.
+    recipe: &'static str,
 }
 
 impl Bench {
     fn new() -> Self {
-        Self { folder: tempfile::tempdir().unwrap(), model: model(), first: 40 }
+        Self { folder: tempfile::tempdir().unwrap(), model: model(), first: 40, recipe: "quickstart" }
     }
 
     fn cache(&self, run: &str) -> PathBuf {
         self.folder.path().join(run).join("cache")
     }
 
-    fn recipe(overrides: &[&str]) -> Recipe {
+    fn recipe(&self, overrides: &[&str]) -> Recipe {
         let fixed = [
             "draft.vocab_size=none",
             "draft.target_layer_ids=[0, 2, 4]",
@@ -162,7 +164,7 @@ impl Bench {
             "train.log_every=1",
         ];
         let all: Vec<String> = fixed.iter().chain(overrides).map(|text| (*text).to_owned()).collect();
-        Recipe::open("quickstart", &all).unwrap()
+        Recipe::open(self.recipe, &all).unwrap()
     }
 
     /// Trains in the named folder, which gets a cache unless it has one; the user stops after some steps.
@@ -185,7 +187,7 @@ impl Bench {
         let log = Log { notes: Mutex::default(), stop: stop_after.map(|limit| (limit, &interrupt)) };
         let provenance =
             Provenance { version: "test".into(), git_commit: None, started: "now".into(), machine: "here".into() };
-        let recipe = Self::recipe(overrides);
+        let recipe = self.recipe(overrides);
         let folder = self.folder.path().join(run);
         if !folder.join("recipe.toml").exists() {
             fs_err::create_dir_all(&folder).unwrap();
@@ -518,4 +520,72 @@ fn every_head_and_layout_trains_from_its_start_and_resumes() {
         let text = other.0.unwrap_err().to_string();
         assert!(text.contains("block layout differs: 1+N in") && text.contains("anchor-first in the recipe"), "{text}");
     }
+}
+
+#[test]
+fn the_production_shape_trains_resumes_and_decodes_losslessly() {
+    let bench = Bench { recipe: "dspark/qwen3_8b_moe", ..Bench::new() };
+    // What the tiny target cannot have.
+    let smaller = ["draft.num_experts=8", "draft.moe_intermediate_size=16", "draft.precision=f32"];
+    let whole = bench.train("whole", &smaller, None).0.unwrap();
+    assert!(matches!(bench.train("stopped", &smaller, Some(3)).0, Err(Error::Interrupted { .. })));
+    let (resumed, notes) = bench.train("stopped", &smaller, None);
+    let resumed = resumed.unwrap();
+    for file in ["model.safetensors", "config.json", "training_state/model.safetensors"] {
+        let read = |outcome: &TrainOutcome| fs_err::read(outcome.checkpoint.join(file)).unwrap();
+        assert!(read(&whole) == read(&resumed), "{file} differs");
+    }
+    let metric = |name: &str| whole.metrics.iter().find(|(other, _)| other == name).unwrap().1;
+    // 1 for a balanced router; nearly that at a random start.
+    assert!((0.9..1.5).contains(&metric("load_balance_loss")), "{}", metric("load_balance_loss"));
+    assert!(metric("router_z_loss") > 0.0 && (0.125..=0.5).contains(&metric("busiest_expert_share")));
+    let target = &bench.model.target;
+    let drafter = load_drafter(&whole.checkpoint, target.config(), Precision::F32).unwrap();
+    let line = describe(&drafter.config());
+    let experts = "window 128, MLP of 8 experts of width 16, 3 per token, and a shared one of ";
+    assert!(line.contains(experts) && notes.contains(&line), "{line}");
+
+    // Long enough for the ring of 160 rows to go round, the first prompt longer than the window.
+    let requests = || -> Vec<Request> {
+        let prompt = |len: u32| (0..len).map(|i| 40 + i * 7 % 90).collect();
+        let request = |id: usize, len| Request {
+            id: id as u64,
+            prompt: prompt(len),
+            sampling: SamplingParams::greedy(),
+            seed: 7,
+            max_new_tokens: 190,
+            stop_ids: Vec::new().into(),
+            confidence_threshold: 0.0,
+            options: RequestOptions::default(),
+        };
+        [150, 3, 60].into_iter().enumerate().map(|(id, len)| request(id, len)).collect()
+    };
+    let decode = |proposer: Box<dyn Proposer + '_>| -> Vec<Finished> {
+        let mut finished = Engine::new(target, proposer, 2, 340).unwrap().run(requests(), |_| Ok(())).unwrap();
+        finished.sort_by_key(|done| done.request.id);
+        finished
+    };
+    let plain = decode(Box::new(NoProposer));
+    let drafted = decode(drafter.proposer(target, 2, 340).unwrap());
+    for (plain, drafted) in plain.iter().zip(&drafted) {
+        assert_eq!(plain.output.len(), 190);
+        assert_eq!(plain.output, drafted.output, "request {}", plain.request.id);
+        assert!(drafted.rounds.iter().any(|round| round.proposed == 5), "blocks of five are proposed");
+    }
+
+    // A prompt of several chunks, of which the engine keeps the features of the last: what is proposed is what all of them give.
+    let prompt: Vec<u32> = (0..480).map(|i| 40 + i * 11 % 97).collect();
+    let ask = |prompt: Vec<u32>| Request { prompt, max_new_tokens: 8, ..requests().remove(0) };
+    let proposer = drafter.proposer(target, 1, 500).unwrap();
+    let done = Engine::new(target, proposer, 1, 500).unwrap().run([ask(prompt.clone())], |_| Ok(())).unwrap().remove(0);
+    let mut cache = target.new_cache(1, 500).unwrap();
+    let new = NewTokens { slot: 0, tokens: &prompt };
+    let features = target.forward(&mut cache, &[new], drafter.target_layer_ids()).unwrap().features.unwrap();
+    let mut proposer = drafter.proposer(target, 1, 500).unwrap();
+    proposer.observe(&features, &[(0, 480)]).unwrap();
+    let tokens = [prompt, done.output[..1].to_vec()].concat();
+    let Request { sampling, seed, stop_ids, .. } = ask(tokens.clone());
+    let request =
+        DraftRequest { slot: 0, tokens: &tokens, most: 5, stop_ids: &stop_ids, sampling: &sampling, seed, round: 0 };
+    assert_eq!(done.rounds[0].block, proposer.propose(&[request]).unwrap()[0].tokens);
 }

@@ -16,7 +16,7 @@ use crate::simd::{Level, level};
 use crate::threads::{self, Shared};
 
 /// Outputs per panel.
-pub(crate) const PANEL: usize = 32;
+pub const PANEL: usize = 32;
 /// Rows per register tile (AVX-512: 12 × 2 accumulators of 16 lanes).
 pub(super) const TILE_ROWS: usize = 12;
 /// Rows that any kernel takes at a time.

@@ -6,6 +6,7 @@ use serde_json::{Map, Value, json};
 
 use super::drafter::check_layer_ids;
 use super::fields::Fields;
+use super::moe::MoeConfig;
 use super::{Family, TargetConfig, read_json};
 use crate::error::{Error, Result};
 
@@ -122,6 +123,8 @@ pub struct DraftConfig {
     pub sample_from_anchor: bool,
     /// Number of last context rows that are attended to; `None` = all.
     pub sliding_window: Option<usize>,
+    /// The mixture of experts in the place of the draft layers' MLPs; `None` for MLPs like the target's.
+    pub moe: Option<MoeConfig>,
 }
 
 impl DraftConfig {
@@ -140,6 +143,11 @@ impl DraftConfig {
     /// Number of tokens that the drafter can propose.
     pub fn draft_vocab(&self) -> usize {
         self.draft_vocab_size.unwrap_or(self.body.vocab_size)
+    }
+
+    /// Whether the MLPs have a shared expert as wide as the target's MLP.
+    pub fn shared_expert_fits_target(&self) -> bool {
+        self.moe.as_ref().is_some_and(|moe| moe.shared_expert_intermediate_size == self.body.intermediate_size)
     }
 
     /// Which rows of a block predict which tokens.
@@ -228,6 +236,7 @@ impl DraftConfig {
             markov_head_type,
             sample_from_anchor,
             sliding_window: sliding_window(&fields)?,
+            moe: MoeConfig::from_fields(&fields)?,
             body,
         };
         config.validate(path)?;
@@ -266,7 +275,10 @@ impl DraftConfig {
             let expected = "false without a Markov head and a confidence head";
             return bad("confidence_head_with_markov", "true".into(), expected.into());
         }
-        Ok(())
+        if self.sliding_window == Some(0) {
+            return bad("sliding_window", "0".into(), "at least 1".into());
+        }
+        self.moe.as_ref().map_or(Ok(()), |moe| moe.validate(path, body))
     }
 
     /// The `config.json`, in a fixed order: the body's fields, then the drafter's. [`from_json`](Self::from_json) gives the same
@@ -299,6 +311,9 @@ impl DraftConfig {
         }
         if !self.body.qk_norm {
             put("qk_norm", json!(false));
+        }
+        if let Some(moe) = &self.moe {
+            moe.write(&mut json);
         }
         Value::Object(json)
     }

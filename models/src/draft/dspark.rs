@@ -14,6 +14,7 @@ use deepspec_kernels::rope::RopeFrequencies;
 use super::backbone::DraftLayer;
 use super::confidence_head::ConfidenceHead;
 use super::markov_head::MarkovHead;
+use super::moe::Routing;
 use super::parameters::ParameterSource;
 use super::vocabulary::DraftVocabulary;
 use crate::config::DraftConfig;
@@ -50,6 +51,15 @@ pub struct TrainSequence<'a> {
     pub anchors: Vec<Option<usize>>,
 }
 
+/// What the training forward gives.
+#[derive(Debug)]
+pub struct TrainRows {
+    /// Final hidden rows `[block rows, hidden]`.
+    pub hidden: Tensor,
+    /// Where each layer's router sent the rows of the blocks that have an anchor; empty without experts.
+    pub routing: Vec<Routing>,
+}
+
 impl DSpark {
     /// Builds the drafter over its tensors. `embed_tokens` is the target's, frozen.
     ///
@@ -63,7 +73,7 @@ impl DSpark {
             fc: source.linear("fc", hidden, features, false)?,
             hidden_norm: source.tensor("hidden_norm.weight", &[hidden])?,
             layers: (0..config.body.num_hidden_layers)
-                .map(|i| DraftLayer::new(&config.body, i, source))
+                .map(|i| DraftLayer::new(&config, i, source))
                 .collect::<Result<_>>()?,
             norm: source.tensor("norm.weight", &[hidden])?,
             markov_head: MarkovHead::new(&config, source)?,
@@ -173,9 +183,18 @@ impl DSpark {
     /// # Errors
     /// When shapes do not fit or an anchor lies outside its sequence.
     pub fn train_hidden(&self, sequences: &[TrainSequence<'_>], features: &Tensor) -> Result<Tensor> {
+        Ok(self.train_rows(sequences, features)?.hidden)
+    }
+
+    /// As [`train_hidden`](Self::train_hidden), with what the routers did. Blocks that pad go to no routed expert.
+    ///
+    /// # Errors
+    /// When shapes do not fit or an anchor lies outside its sequence.
+    pub fn train_rows(&self, sequences: &[TrainSequence<'_>], features: &Tensor) -> Result<TrainRows> {
         let size = self.config.block_size;
         let mut spans: Vec<(Range<usize>, Vec<BlockSpan>)> = Vec::new();
         let (mut context_positions, mut block_positions, mut anchor_tokens) = (Vec::new(), Vec::new(), Vec::new());
+        let mut routed = Vec::new();
         for sequence in sequences {
             let first = context_positions.len();
             context_positions.extend(0..sequence.tokens.len());
@@ -183,6 +202,7 @@ impl DSpark {
             for &anchor in &sequence.anchors {
                 let rows = block_positions.len()..block_positions.len() + size;
                 let position = anchor.unwrap_or(0);
+                routed.extend(rows.clone().filter(|_| anchor.is_some()).map(|row| row as u32));
                 let visible = anchor.map_or(0, |anchor| anchor.min(sequence.tokens.len()));
                 let oldest = self.config.sliding_window.map_or(0, |window| visible.saturating_sub(window));
                 block_positions.extend(position..position + size);
@@ -199,13 +219,18 @@ impl DSpark {
         let context = self.context_rows(features)?;
         let (context_angles, block_angles) = (self.rope.at(&context_positions), self.rope.at(&block_positions));
         let mut x = self.block_inputs(anchor_tokens.into_iter(), size)?;
+        let mut routing = Vec::new();
         for layer in &self.layers {
             let (context_k, context_v) = layer.context_keys_values(&context, &context_angles)?;
             let block = layer.project(&x, &block_angles)?;
             let k = Tensor::cat(&[&context_k, &block.k], 0)?;
             let v = Tensor::cat(&[&context_v, &block.v], 0)?;
-            x = layer.finish(&x, &attention.forward(&block.q, &k, &v)?)?;
+            let (y, routing_of_layer) =
+                layer.finish_routed(&x, &attention.forward(&block.q, &k, &v)?, Some(&routed))?;
+            x = y;
+            routing.extend(routing_of_layer);
         }
-        Ok(rms_norm(&x, &self.norm, self.config.body.rms_norm_eps)?)
+        let hidden = rms_norm(&x, &self.norm, self.config.body.rms_norm_eps)?;
+        Ok(TrainRows { hidden, routing })
     }
 }

@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use candle_core::{DType, Device, Tensor};
 
 use super::parameters::trainable_shapes;
-use super::{DraftVocabulary, Parameters};
+use super::{DraftVocabulary, ParameterSource, Parameters};
 use crate::config::{DraftConfig, MarkovHeadType};
 use crate::error::{Error, Result};
 use crate::speculate::{CounterRng, Stream};
@@ -15,6 +15,8 @@ use crate::weights::Weights;
 
 /// Standard deviation of random weights.
 const INIT_STD: f64 = 0.02;
+/// Scale of the routed experts' outputs in a start from the target, of what they have in a random one.
+const ROUTED_SCALE: f64 = 0.05;
 /// Largest component of an rnn head's latent rows that start as the bigram's: tanh leaves 1 − 0.95² ≈ 10 % of the gradient there.
 const LARGEST_LATENT: f32 = 0.95;
 /// Rounds of subspace iteration for the bigram's factors.
@@ -50,6 +52,9 @@ pub(super) fn random_of(shapes: BTreeMap<String, Vec<usize>>, seed: u64) -> Resu
 /// selection of the last feature layer, `hidden_norm` by the last layer's input norm. With that feature being the output
 /// of layer L − 2 and no q/k norm, the last draft layer's context keys and values equal the target's last layer's.
 ///
+/// Where the MLPs are mixtures, the shared expert takes the target's MLP if it is as wide; the routed experts stay random, but small,
+/// so that the start is nearly the target's layer. Without such a shared expert all of the MLP stays random.
+///
 /// # Errors
 /// When the target lacks a tensor of the shape needed.
 pub fn from_target_layers(parameters: &mut Parameters, config: &DraftConfig, target: &Weights) -> Result<()> {
@@ -62,7 +67,20 @@ pub fn from_target_layers(parameters: &mut Parameters, config: &DraftConfig, tar
     for (name, shape) in trainable_shapes(config) {
         let Some((layer, rest)) = name.strip_prefix("layers.").and_then(|rest| rest.split_once('.')) else { continue };
         let Ok(layer) = layer.parse::<usize>() else { continue };
-        let source = format!("model.layers.{}.{rest}", first + layer);
+        let mut source = format!("model.layers.{}.{rest}", first + layer);
+        if config.moe.is_some() && rest.starts_with("mlp.") {
+            if !config.shared_expert_fits_target() {
+                continue;
+            } else if let Some(part) = rest.strip_prefix("mlp.shared_expert.") {
+                source = format!("model.layers.{}.mlp.{part}", first + layer);
+            } else {
+                if rest.starts_with("mlp.experts.") && rest.ends_with("down_proj.weight") {
+                    let random = ParameterSource::Trainable(parameters).tensor(&name, &shape)?;
+                    replaced.push((name, (random * ROUTED_SCALE)?.detach()));
+                }
+                continue;
+            }
+        }
         // Head norms that the target's family does not have stay at 1; nothing else may be missing.
         let is_head_norm = rest.ends_with("q_norm.weight") || rest.ends_with("k_norm.weight");
         if target.contains(&source) || !is_head_norm {

@@ -8,6 +8,8 @@ pub mod eagle3;
 mod gated_head;
 pub mod initialise;
 pub mod markov_head;
+pub mod mlp;
+pub mod moe;
 pub mod parallel_linear;
 pub mod parameters;
 mod rnn_head;

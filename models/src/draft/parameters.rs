@@ -56,11 +56,17 @@ pub fn trainable_shapes(config: &DraftConfig) -> BTreeMap<String, Vec<usize>> {
             ("self_attn.k_proj", kv, hidden_size, config.body.attention_bias),
             ("self_attn.v_proj", kv, hidden_size, config.body.attention_bias),
             ("self_attn.o_proj", hidden_size, q, config.body.attention_bias),
+        ];
+        let mlp = [
             ("mlp.gate_proj", intermediate_size, hidden_size, config.body.mlp_bias),
             ("mlp.up_proj", intermediate_size, hidden_size, config.body.mlp_bias),
             ("mlp.down_proj", hidden_size, intermediate_size, config.body.mlp_bias),
         ];
-        for (name, outputs, inputs, has_bias) in linears {
+        for (name, shape) in config.moe.iter().flat_map(|moe| moe.tensors(hidden_size)) {
+            add(format!("layers.{layer}.{name}"), &shape);
+        }
+        let dense = mlp.into_iter().filter(|_| config.moe.is_none());
+        for (name, outputs, inputs, has_bias) in linears.into_iter().chain(dense) {
             add(format!("layers.{layer}.{name}.weight"), &[outputs, inputs]);
             if has_bias {
                 add(format!("layers.{layer}.{name}.bias"), &[outputs]);
@@ -110,6 +116,14 @@ pub enum ParameterSource<'a> {
 }
 
 impl ParameterSource<'_> {
+    /// The same tensors, packed in f32.
+    pub fn in_f32(self) -> Self {
+        match self {
+            Self::Frozen(weights, _) => Self::Frozen(weights, Precision::F32),
+            Self::Trainable(parameters) => Self::Trainable(parameters),
+        }
+    }
+
     /// A plain tensor.
     ///
     /// # Errors

@@ -19,6 +19,7 @@ use deepspec_kernels::linear::{Packed, Precision};
 use deepspec_kernels::vocab_loss::{LossRow, RowTerms, VocabLoss};
 use serde::{Deserialize, Serialize};
 
+use super::router::RouterSums;
 use crate::draft::dspark::TrainSequence;
 use crate::draft::{DSpark, DraftVocabulary};
 use crate::error::{Error, Result};
@@ -391,6 +392,9 @@ pub struct MetricSums {
     pub tau: f64,
     /// Blocks whose acceptance was measured.
     pub blocks: f64,
+    /// Of the routers, where there are experts.
+    #[serde(default)]
+    pub router: RouterSums,
     anchors: [f64; 7],
 }
 
@@ -450,6 +454,7 @@ impl MetricSums {
         self.confidence_cumprod_bias += other.confidence_cumprod_bias;
         self.tau += other.tau;
         self.blocks += other.blocks;
+        self.router.add(&other.router);
         let longest = self.accepted.len().max(other.accepted.len());
         self.accepted.resize(longest, 0.0);
         self.slots.resize(longest, 0.0);
@@ -487,6 +492,7 @@ impl MetricSums {
             out.push(("confidence_bias".into(), self.confidence_bias / measured));
             out.push(("confidence_cumprod_bias".into(), self.confidence_cumprod_bias / measured));
         }
+        out.extend(self.router.metrics());
         for (k, (accepted, slots)) in self.accepted.iter().zip(&self.slots).enumerate() {
             out.push((format!("accept_rate@{k}"), accepted / slots.max(1.0)));
         }

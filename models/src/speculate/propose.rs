@@ -73,6 +73,19 @@ pub trait Proposer {
         Ok(())
     }
 
+    /// Number of last committed positions whose features a proposal depends on; `None` for all.
+    fn window(&self) -> Option<usize> {
+        None
+    }
+
+    /// Passes over the next `len` committed positions of a slot, whose features it is not given. Those of at least a window follow.
+    ///
+    /// # Errors
+    /// When the proposer has no window, or the slot is full.
+    fn skip(&mut self, slot: usize, len: usize) -> Result<()> {
+        Err(Error::Batch(format!("{} cannot pass over {len} positions of slot {slot}", self.name())))
+    }
+
     /// Drafts for several requests at once, one proposal each.
     ///
     /// # Errors
@@ -202,6 +215,14 @@ impl Proposer for DSparkProposer<'_> {
 
     fn observe(&mut self, features: &Tensor, commits: &[(usize, usize)]) -> Result<()> {
         self.drafter.extend_context(&mut self.cache, features, commits)
+    }
+
+    fn window(&self) -> Option<usize> {
+        self.drafter.config().sliding_window
+    }
+
+    fn skip(&mut self, slot: usize, len: usize) -> Result<()> {
+        self.drafter.skip_context(&mut self.cache, slot, len)
     }
 
     fn propose(&mut self, requests: &[DraftRequest<'_>]) -> Result<Vec<Proposal>> {

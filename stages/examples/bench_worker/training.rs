@@ -13,6 +13,7 @@ use deepspec_models::draft::dspark::TrainSequence;
 use deepspec_models::draft::{ParameterSource, Parameters, initialise};
 use deepspec_models::linear::{Packed, Precision as Packing};
 use deepspec_models::loss::dspark::{LossHead, LossWeights};
+use deepspec_models::loss::router::RouterWeights;
 use deepspec_models::optimizer::{AdamWConfig, Optimizer};
 use deepspec_models::speculate::{CounterRng, Stream};
 use deepspec_models::target::TargetEnds;
@@ -117,8 +118,19 @@ impl Training {
                 target_hidden: self.target_hidden.clone(),
             }];
             let Self { drafter, parameters, head, optimizer, .. } = self;
-            let (time, done) =
-                timed(|| Ok(step::run(drafter, parameters, head, &WEIGHTS, optimizer, &batch, LR, true)?))?;
+            let (time, done) = timed(|| {
+                Ok(step::run(
+                    drafter,
+                    parameters,
+                    head,
+                    &WEIGHTS,
+                    RouterWeights::default(),
+                    optimizer,
+                    &batch,
+                    LR,
+                    true,
+                )?)
+            })?;
             seconds.push(time);
             losses.push(done.sums.loss());
             norms.push(done.grad_norm);
@@ -179,6 +191,7 @@ fn draft_config(target: &TargetConfig, shape: &Shape) -> DraftConfig {
         markov_head_type: Some(MarkovHeadType::Vanilla),
         sample_from_anchor: true,
         sliding_window: None,
+        moe: None,
         draft_vocab_size: None,
     }
 }

@@ -106,8 +106,10 @@ impl Profile {
         } else if value.get("fingerprint").is_some() {
             Self::Own(serde_json::from_str(text).map_err(words)?)
         } else {
-            return Err("none of the known forms: it has neither `fingerprint`, `sample_batch_tokens` nor `bias_seconds`"
-                .into());
+            return Err(
+                "none of the known forms: it has neither `fingerprint`, `sample_batch_tokens` nor `bias_seconds`"
+                    .into(),
+            );
         };
         match &profile {
             Self::Own(own) if own.version != VERSION => Err(format!("version {}, expected {VERSION}", own.version)),
@@ -281,7 +283,8 @@ mod tests {
 
     #[test]
     fn published_forms_are_read() {
-        let rates = r#"{"sample_batch_tokens": [1, 4, 8], "sample_steps_per_sec": [100, 50, 40], "max_batch_tokens": 16}"#;
+        let rates =
+            r#"{"sample_batch_tokens": [1, 4, 8], "sample_steps_per_sec": [100, 50, 40], "max_batch_tokens": 16}"#;
         let costs = Profile::from_json(rates).unwrap().costs(1).unwrap();
         let seconds = [1, 3, 4, 7, 8, 16].map(|rows| costs.seconds(rows));
         assert_eq!(seconds, [0.01, 0.01, 0.02, 0.02, 0.025, 0.025]);
@@ -289,7 +292,9 @@ mod tests {
             "m_probes": [1, 11], "theta_seconds": [0.001, 0.011]}"#;
         let profile = Profile::from_json(additive).unwrap();
         let at = |sequences, rows| profile.costs(sequences).unwrap().seconds(rows);
-        assert!((at(1, 6) - 0.016).abs() < 1e-12 && (at(3, 6) - 0.018).abs() < 1e-12 && (at(9, 1) - 0.015).abs() < 1e-12);
+        assert!(
+            (at(1, 6) - 0.016).abs() < 1e-12 && (at(3, 6) - 0.018).abs() < 1e-12 && (at(9, 1) - 0.015).abs() < 1e-12
+        );
     }
 
     #[test]

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use super::built_in::BUILT_IN;
 use super::keys::KEYS;
-use super::{LossOn, Precision, PromptSource, Recipe, TargetLayers, auto_layers};
+use super::{LossOn, Precision, PromptSource, Recipe, SharedExpert, TargetLayers, auto_layers};
 
 fn quickstart() -> Recipe {
     Recipe::built_in("quickstart").unwrap().unwrap()
@@ -52,6 +52,12 @@ fn the_list_of_keys_is_that_of_the_fields() {
     recipe.data.limit = Some(1);
     recipe.draft.vocab_size = Some(1);
     recipe.draft.sliding_window = Some(1);
+    recipe.draft.num_experts = Some(1);
+    recipe.draft.experts_per_token = Some(1);
+    recipe.draft.moe_intermediate_size = Some(1);
+    recipe.draft.shared_expert = Some(SharedExpert::Width(1));
+    recipe.train.load_balance = Some(1.0);
+    recipe.train.router_z = Some(1.0);
     recipe.draft.ttt_length = Some(1);
     recipe.train.step_loss_decay = Some(1.0);
     recipe.init.from = Some("x".into());
@@ -219,6 +225,12 @@ fn values_out_of_range_are_named_with_what_is_allowed() {
         ("prepare.regenerate=false", "have no answers"),
         ("data.max_bad_ratio=1.5", "`data.max_bad_ratio` is 1.5, allowed: 0 to 1"),
         ("draft.vocab_size=0", "`draft.vocab_size` is 0, allowed: at least 1, or no such key"),
+        ("draft.num_experts=4", "`draft.experts_per_token` is absent, allowed: that `draft.num_experts`"),
+        (
+            "draft.shared_expert=true",
+            "`draft.shared_expert` is given, allowed: no such key without `draft.num_experts`",
+        ),
+        ("train.router_z=0.1", "`train.router_z` is given, allowed: no such key without `draft.num_experts`"),
         ("draft.block_size=0", "`draft.block_size` is 0, allowed: 1 to 256"),
         ("draft.target_layer_ids=[3, 3]", "`draft.target_layer_ids` is [3, 3], allowed: at least one id, each once"),
         ("draft.target_layer_ids=[-2]", "from -1 (embedding)"),
@@ -234,6 +246,24 @@ fn values_out_of_range_are_named_with_what_is_allowed() {
         let error = Recipe::open("quickstart", &[assignment.to_owned()]).unwrap_err().to_string();
         assert!(error.contains(expected), "{assignment}: {error}");
     }
+}
+
+#[test]
+fn experts_are_checked_together() {
+    let recipe = |assignment: &str| Recipe::open("dspark/qwen3_8b_moe", &[assignment.to_owned()]);
+    for (assignment, expected) in [
+        ("draft.experts_per_token=129", "`draft.experts_per_token` is 129, allowed: at most `draft.num_experts` (128)"),
+        ("draft.experts_per_token=0", "`draft.experts_per_token` is 0, allowed: at least 1"),
+        ("draft.num_experts=none", "`draft.num_experts` is absent"),
+        ("draft.shared_expert=0", "`draft.shared_expert` is 0, allowed: true, false or at least 1"),
+        ("draft.shared_expert=wide", "expected true, false or a width"),
+        ("train.load_balance=-1", "`train.load_balance` is -1"),
+    ] {
+        let error = recipe(assignment).unwrap_err().to_string();
+        assert!(error.contains(expected), "{assignment}: {error}");
+    }
+    assert_eq!(recipe("draft.shared_expert=256").unwrap().draft.shared_expert, Some(SharedExpert::Width(256)));
+    assert_eq!(recipe("draft.shared_expert=true").unwrap().draft.shared_expert, Some(SharedExpert::AsTarget(true)));
 }
 
 #[test]

@@ -3,7 +3,7 @@
 use std::fmt::Display;
 
 use super::layers::check_ids;
-use super::{Algorithm, MarkovInit, Phase, PromptSource, Recipe, TargetLayers};
+use super::{Algorithm, MarkovInit, Phase, PromptSource, Recipe, SharedExpert, TargetLayers};
 use crate::error::{Error, Result};
 
 /// Longest block that a drafter's configuration may state.
@@ -137,6 +137,39 @@ impl Recipe {
         );
         problems.check(draft.vocab_size != Some(0), "draft.vocab_size", 0, "at least 1, or no such key for all tokens");
         problems.check(draft.sliding_window != Some(0), "draft.sliding_window", 0, "at least 1, or no such key");
+        self.check_experts(problems);
+    }
+
+    fn check_experts(&self, problems: &mut Problems) {
+        let (draft, train) = (&self.draft, &self.train);
+        let sizes = [
+            ("draft.num_experts", draft.num_experts),
+            ("draft.experts_per_token", draft.experts_per_token),
+            ("draft.moe_intermediate_size", draft.moe_intermediate_size),
+        ];
+        let given = sizes.iter().filter(|(_, size)| size.is_some()).count();
+        for (field, size) in sizes {
+            problems.check(size != Some(0), field, 0, "at least 1, or no such key");
+            let others =
+                "that `draft.num_experts`, `experts_per_token` and `moe_intermediate_size` are all there or none is";
+            problems.check(size.is_some() || given == 0, field, "absent", others);
+        }
+        if let (Some(experts), Some(per_token)) = (draft.num_experts, draft.experts_per_token) {
+            let allowed = format!("at most `draft.num_experts` ({experts})");
+            problems.check(per_token <= experts, "draft.experts_per_token", per_token, allowed);
+        }
+        let without = "no such key without `draft.num_experts`";
+        problems.check(given > 0 || draft.shared_expert.is_none(), "draft.shared_expert", "given", without);
+        problems.check(
+            draft.shared_expert != Some(SharedExpert::Width(0)),
+            "draft.shared_expert",
+            0,
+            "true, false or at least 1",
+        );
+        for (field, weight) in [("train.load_balance", train.load_balance), ("train.router_z", train.router_z)] {
+            problems.not_negative(field, weight.unwrap_or(0.0));
+            problems.check(given > 0 || weight.is_none(), field, "given", without);
+        }
     }
 
     /// Keys that only Eagle3 has, and those of block drafters that mean nothing to it.
@@ -172,6 +205,7 @@ impl Recipe {
         problems.check(draft.markov_rank == 0, "draft.markov_rank", draft.markov_rank, "0 for `eagle3`");
         problems.check(!draft.confidence_head, "draft.confidence_head", "true", "false for `eagle3`");
         problems.check(draft.sliding_window.is_none(), "draft.sliding_window", "given", "no such key for `eagle3`");
+        problems.check(draft.num_experts.is_none(), "draft.num_experts", "given", "no such key for `eagle3`");
         problems.check(draft.sample_from_anchor, "draft.sample_from_anchor", "false", "no such key for `eagle3`");
         problems.check(train.num_anchors == 0, "train.num_anchors", train.num_anchors, "0 for `eagle3`");
         let gamma = train.loss_decay_gamma;

@@ -89,7 +89,10 @@ impl Fields {
                 items.into_iter().enumerate().map(text).collect::<Read<_>>()?
             }
             Some(Value::Array(items)) => {
-                return Err(ApiError::field(&path, format!("`{path}` has {} entries, at most {most} are allowed", items.len())));
+                return Err(ApiError::field(
+                    &path,
+                    format!("`{path}` has {} entries, at most {most} are allowed", items.len()),
+                ));
             }
             Some(other) => return Err(wrong_type(&path, "a string or a list of strings", &other)),
         };

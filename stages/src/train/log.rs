@@ -187,11 +187,11 @@ fn flops_per_row(config: &DrafterConfig) -> f64 {
     }
 }
 
-/// 6 per weight of the
-/// backbone and the Markov head, 2 + 2 per weight of the drafter's frozen head, and 2 of the target's for its distribution.
+/// 6 per weight that a row meets in the backbone and the Markov head, 2 + 2 per weight of the drafter's frozen head, and 2 of the target's for its distribution.
 fn flops_per_block_row(config: &DraftConfig) -> f64 {
     let body = &config.body;
-    let layer = layer_weights(body, body.hidden_size);
+    let mlp = config.moe.as_ref().map_or_else(|| dense_mlp(body), |moe| moe.active_weights(body.hidden_size));
+    let layer = attention(body, body.hidden_size) + mlp;
     let (draft_vocab, vocab) = (config.draft_vocab(), body.vocab_size);
     let rank = config.markov_rank;
     let markov = match config.markov_head_type {
@@ -206,17 +206,22 @@ fn flops_per_block_row(config: &DraftConfig) -> f64 {
 /// The same for a step of training-time test; `fc` and the target's distribution serve all steps of a row.
 fn flops_per_eagle3_row(config: &Eagle3Config) -> f64 {
     let body = &config.body;
-    let layer = layer_weights(body, 2 * body.hidden_size);
+    let layer = attention(body, 2 * body.hidden_size) + dense_mlp(body);
     let fc = body.hidden_size * body.hidden_size * config.target_layer_ids.len();
     let once = (6 * fc + 2 * body.vocab_size * body.hidden_size) as f64 / config.ttt_length as f64;
     (6 * layer + 4 * config.draft_vocab() * body.hidden_size) as f64 + once
 }
 
-/// Weights of a decoder layer whose q, k and v projections take `inputs`.
-fn layer_weights(body: &TargetConfig, inputs: usize) -> usize {
+/// Weights of an attention whose q, k and v projections take `inputs`.
+fn attention(body: &TargetConfig, inputs: usize) -> usize {
     let width = body.num_attention_heads * body.head_dim;
     let kv = body.num_key_value_heads * body.head_dim;
-    inputs * (width + 2 * kv) + body.hidden_size * (width + 3 * body.intermediate_size)
+    inputs * (width + 2 * kv) + body.hidden_size * width
+}
+
+/// Weights of an MLP like the target's.
+fn dense_mlp(body: &TargetConfig) -> usize {
+    3 * body.hidden_size * body.intermediate_size
 }
 
 /// Floating-point operations per second of this machine's f32 kernel, measured once: what `mfu` is relative to.

@@ -212,7 +212,9 @@ impl<'a> Training<'a> {
             let measured = acceptance.as_mut().filter(|acceptance| acceptance.is_due(number));
             let is_logged = number % recipe.train.log_every == 0 || number == batches.steps || measured.is_some();
             let batch = batches.at(step)?;
-            let done = step::run(&drafter, &parameters, &head, &weights, &mut optimizer, &batch, lr, is_logged)?;
+            let routers = step::router_weights(&recipe.train);
+            let done =
+                step::run(&drafter, &parameters, &head, &weights, routers, &mut optimizer, &batch, lr, is_logged)?;
             if let Some(average) = &mut average {
                 average.update(&parameters, optimizer.step_count())?;
             }
@@ -352,7 +354,14 @@ fn initial_block(
     let mut parameters = initialise::random(config, recipe.train.seed)?;
     if recipe.init.layers == LayersInit::Target {
         initialise::from_target_layers(&mut parameters, config, &model.weights()?)?;
-        ctx.note("draft layers, fc and norms start as the target's last layers");
+        let random = if config.moe.is_none() {
+            ""
+        } else if config.shared_expert_fits_target() {
+            "; routed experts start random and small"
+        } else {
+            "; MLPs start random, having no shared expert as wide as the target's MLP"
+        };
+        ctx.note(format!("draft layers, fc and norms start as the target's last layers{random}"));
     }
     if recipe.init.markov == MarkovInit::Bigram && config.markov_rank > 0 {
         let rows = bigram::rows(cache, model, ctx)?;

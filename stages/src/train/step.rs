@@ -1,16 +1,19 @@
 //! One optimiser step: forward and backward per micro-batch by the drafter's algorithm, clipped update.
 
+use deepspec_models::draft::dspark::TrainRows;
 use deepspec_models::draft::eagle3::StepRows;
+use deepspec_models::draft::moe::Routing;
 use deepspec_models::draft::{DSpark, Eagle3, Parameters};
 use deepspec_models::loss::dspark::{LossHead, LossWeights, MetricSums, Supervision, WeightSums, dspark_loss};
 use deepspec_models::loss::eagle3::{Eagle3Sums, eagle3_loss};
+use deepspec_models::loss::router::RouterWeights;
 use deepspec_models::optimizer::{Gradients, Optimizer};
 use serde::{Deserialize, Serialize};
 
 use super::batches::MicroBatch;
 use crate::drafter::Drafter;
 use crate::error::Result;
-use crate::recipe::Phase;
+use crate::recipe::{Phase, TrainRecipe};
 
 /// Metric sums of a drafter's algorithm.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -86,6 +89,11 @@ pub fn loss_weights(phase: &Phase, decay_gamma: f64) -> LossWeights {
     }
 }
 
+/// Coefficients of the routers' losses.
+pub fn router_weights(train: &TrainRecipe) -> RouterWeights {
+    RouterWeights { load_balance: train.load_balance.unwrap_or(0.0), z: train.router_z.unwrap_or(0.0) }
+}
+
 /// Runs one step; `with_acceptance` measures acceptance even where no loss term needs the target's distributions.
 ///
 /// # Errors
@@ -95,6 +103,7 @@ pub fn run(
     parameters: &Parameters,
     head: &LossHead,
     weights: &LossWeights,
+    routers: RouterWeights,
     optimizer: &mut Optimizer,
     batch: &[MicroBatch<'_>],
     lr: f64,
@@ -103,7 +112,7 @@ pub fn run(
     let mut gradients = Gradients::default();
     let sums = match drafter {
         Drafter::Block(drafter) => {
-            Sums::Block(block(drafter, parameters, head, weights, batch, with_acceptance, &mut gradients)?)
+            Sums::Block(block(drafter, parameters, head, weights, routers, batch, with_acceptance, &mut gradients)?)
         }
         Drafter::Eagle3(drafter) => Sums::Eagle3(eagle3(drafter, parameters, head, batch, &mut gradients)?),
     };
@@ -117,6 +126,7 @@ fn block(
     parameters: &Parameters,
     head: &LossHead,
     weights: &LossWeights,
+    routers: RouterWeights,
     batch: &[MicroBatch<'_>],
     with_acceptance: bool,
     gradients: &mut Gradients,
@@ -129,12 +139,16 @@ fn block(
     let supervision: Vec<Supervision> = batch.iter().map(supervised).collect::<Result<_, _>>()?;
     // Sums are over the global batch, so the denominators are known before the first micro-batch runs.
     let denominators: WeightSums = supervision.iter().map(|s| s.weights).sum();
+    let blocks: usize = supervision.iter().map(|s| s.blocks).sum();
     let mut sums = MetricSums::default();
     for (micro, supervision) in batch.iter().zip(&supervision) {
-        let hidden = drafter.train_hidden(&micro.sequences, &micro.features)?;
+        let TrainRows { hidden, routing } = drafter.train_rows(&micro.sequences, &micro.features)?;
         let target = &micro.target_hidden;
         let loss = dspark_loss(drafter, head, weights, supervision, &hidden, target, denominators, with_acceptance)?;
-        gradients.add(parameters, &loss.loss.backward()?)?;
+        let share = supervision.blocks as f64 / blocks.max(1) as f64;
+        let loss = loss.with_routers(&routing, routers, share)?;
+        let idle = routing.iter().flat_map(Routing::idle_parameters).collect();
+        gradients.add_with_idle(parameters, &loss.loss.backward()?, &idle)?;
         sums.add(&loss.sums);
     }
     Ok(sums)

@@ -161,6 +161,7 @@ pub(super) fn drafter_facts(path: &Path, config: &DraftConfig) -> Value {
         "confidence_head": config.enable_confidence_head,
         "confidence_head_with_markov": config.confidence_head_with_markov,
         "sliding_window": config.sliding_window,
+        "experts": config.moe.as_ref().map(ToString::to_string),
         "draft_layers": body.num_hidden_layers,
         "num_target_layers": config.num_target_layers,
         "hidden_size": body.hidden_size,
