@@ -1,7 +1,6 @@
 //! The server over real sockets, with the tiny target: answers, refusals, clients that leave, and the end.
 #![expect(clippy::unwrap_used, reason = "tests fail as tests do")]
 
-#[expect(dead_code, reason = "other tests use the rest")]
 mod common;
 #[path = "common/tiny.rs"]
 mod tiny;
@@ -12,8 +11,8 @@ use std::sync::Mutex;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use deepspec_models::speculate::{CounterRng, DSparkProposer, Stream};
 use deepspec_models::config::DrafterConfig;
+use deepspec_models::speculate::{CounterRng, DSparkProposer, Stream};
 use deepspec_stages::engine::{Engine, Schedule, Sources, StepCost, StepCosts};
 use deepspec_stages::model_source::TextSide;
 use deepspec_stages::progress::{Context, Event, Interrupt, Reporter};
