@@ -300,7 +300,8 @@ fn refuse_unsupported(form: Form, fields: &mut Fields) -> Read<()> {
     let text_only = |value: &Value| value.as_array().is_some_and(|list| list.len() == 1 && list[0] == "text");
     let off = |value: &Value| value == &Value::Bool(false);
     let never = |_: &Value| false;
-    let of_chat: [(&str, &dyn Fn(&Value) -> bool); 8] = [
+    type Rule<'a> = (&'a str, &'a dyn Fn(&Value) -> bool);
+    let of_chat: [Rule<'_>; 8] = [
         ("tools", &empty_list),
         ("tool_choice", &is_word("none")),
         ("functions", &empty_list),
@@ -310,8 +311,8 @@ fn refuse_unsupported(form: Form, fields: &mut Fields) -> Read<()> {
         ("audio", &never),
         ("web_search_options", &never),
     ];
-    let of_text: [(&str, &dyn Fn(&Value) -> bool); 2] = [("echo", &off), ("suffix", &is_word(""))];
-    let rules: &[(&str, &dyn Fn(&Value) -> bool)] = if form == Form::Chat { &of_chat } else { &of_text };
+    let of_text: [Rule<'_>; 2] = [("echo", &off), ("suffix", &is_word(""))];
+    let rules: &[Rule<'_>] = if form == Form::Chat { &of_chat } else { &of_text };
     for (name, is_harmless) in rules {
         if let Some(value) = fields.take(name)
             && !is_harmless(&value)
@@ -402,7 +403,7 @@ mod tests {
             assert_eq!(param(chat(rest)), name, "{rest}");
         }
         for (body, name) in [
-            (r#"{}"#, "messages"),
+            ("{}", "messages"),
             (r#"{"messages": "hi"}"#, "messages"),
             (r#"{"messages": []}"#, "messages"),
             (r#"{"messages": [1]}"#, "messages.0"),
