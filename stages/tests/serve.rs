@@ -1,7 +1,6 @@
 //! The server over real sockets, with the tiny target: answers, refusals, clients that leave, and the end.
 #![expect(clippy::unwrap_used, reason = "tests fail as tests do")]
 
-#[expect(dead_code, reason = "other tests use the rest")]
 mod common;
 #[path = "common/tiny.rs"]
 mod tiny;
@@ -54,9 +53,11 @@ fn serve<T: Send>(api_key: Option<&str>, client: impl FnOnce(SocketAddr, &Interr
         let renderer = common::byte_renderer(TEMPLATE, &["<|im_start|>", "<|im_end|>"], "<|im_end|>", &[]);
         let text = TextSide { renderer, bos: Some(256), pad: None };
         let proposer = Box::new(DSparkProposer::new(&drafter, target.lm_head(), 3, 200).unwrap());
-        let costs = StepCosts::new(vec![StepCost { rows: 1, seconds: 1.0 }, StepCost { rows: 9, seconds: 1.4 }]).unwrap();
+        let costs =
+            StepCosts::new(vec![StepCost { rows: 1, seconds: 1.0 }, StepCost { rows: 9, seconds: 1.4 }]).unwrap();
         let mut engine =
-            Engine::scheduled(&target, Schedule::Scheduled, Sources::Hybrid, Some(proposer), Some(costs), (3, 200)).unwrap();
+            Engine::scheduled(&target, Schedule::Scheduled, Sources::Hybrid, Some(proposer), Some(costs), (3, 200))
+                .unwrap();
         let options = ServeOptions {
             model_name: "tiny".into(),
             api_key: api_key.map(Into::into),
@@ -138,7 +139,8 @@ fn post(address: SocketAddr, path: &str, body: &Value) -> Reply {
 
 fn metric(address: SocketAddr, name: &str) -> f64 {
     let text = get(address, "/metrics").body;
-    let line = text.lines().find(|line| line.starts_with(&format!("{name}{{"))).unwrap_or_else(|| panic!("{name}: {text}"));
+    let line =
+        text.lines().find(|line| line.starts_with(&format!("{name}{{"))).unwrap_or_else(|| panic!("{name}: {text}"));
     line.rsplit(' ').next().unwrap().parse().unwrap()
 }
 
@@ -171,7 +173,10 @@ fn clients_are_answered() {
         let content = whole["choices"][0]["message"]["content"].as_str().unwrap();
         assert!(!content.is_empty() && whole["object"] == "chat.completion");
         let usage = &whole["usage"];
-        assert_eq!(usage["total_tokens"], usage["prompt_tokens"].as_u64().unwrap() + usage["completion_tokens"].as_u64().unwrap());
+        assert_eq!(
+            usage["total_tokens"],
+            usage["prompt_tokens"].as_u64().unwrap() + usage["completion_tokens"].as_u64().unwrap()
+        );
         let (details, speculation) = (&usage["completion_tokens_details"], &whole["speculation"]);
         assert_eq!(details["accepted_prediction_tokens"], speculation["accepted_tokens"]);
 
@@ -198,7 +203,10 @@ fn clients_are_answered() {
         let stopped = ask("/v1/chat/completions", stopping).json();
         assert_eq!(stopped["choices"][0]["message"]["content"].as_str(), content.find(&stop).map(|at| &content[..at]));
         assert!(!start.is_empty());
-        assert_eq!((&stopped["choices"][0]["finish_reason"], &stopped["choices"][0]["stop_reason"]), (&json!("stop"), &json!(stop)));
+        assert_eq!(
+            (&stopped["choices"][0]["finish_reason"], &stopped["choices"][0]["stop_reason"]),
+            (&json!("stop"), &json!(stop))
+        );
         let sampled = json!({
             "prompt": ["one", "two"], "n": 2, "seed": 11, "max_tokens": 12, "temperature": 1.2, "logprobs": 2, "ignore_eos": true,
         });
@@ -263,9 +271,14 @@ fn wrong_requests_are_told_what_is_wrong() {
             assert!(error["message"].is_string() && error["type"].is_string());
         }
         let raw = |body: &[u8]| read(post_bytes(address, "/v1/completions", body));
-        for body in [&b""[..], b"{", b"[]", b"\"x\"", b"{\"prompt\": \"\xff\"}", b"{\"prompt\": \"\\ud800\"}", b"\0\0"] {
+        for body in [&b""[..], b"{", b"[]", b"\"x\"", b"{\"prompt\": \"\xff\"}", b"{\"prompt\": \"\\ud800\"}", b"\0\0"]
+        {
             let reply = raw(body);
-            assert_eq!((reply.status, reply.json()["error"]["type"].as_str()), (400, Some("invalid_request_error")), "{body:?}");
+            assert_eq!(
+                (reply.status, reply.json()["error"]["type"].as_str()),
+                (400, Some("invalid_request_error")),
+                "{body:?}"
+            );
         }
         assert_eq!(raw(&vec![b' '; (4 << 20) + 1]).status, 413);
         assert_eq!(raw("[".repeat(100_000).as_bytes()).status, 400, "deep nesting");
@@ -282,11 +295,13 @@ fn wrong_requests_are_told_what_is_wrong() {
 #[test]
 fn a_key_is_asked_for_where_there_is_one() {
     serve(Some("secret"), |address, _| {
-        let with = |key: &str| {
-            read(open(address, &format!("GET /v1/models HTTP/1.1\r\nauthorization: {key}"), b"")).status
-        };
+        let with =
+            |key: &str| read(open(address, &format!("GET /v1/models HTTP/1.1\r\nauthorization: {key}"), b"")).status;
         assert_eq!(get(address, "/v1/models").status, 401);
-        assert_eq!((with("Bearer secret"), with("Bearer secre"), with("secret"), with("Bearer ")), (200, 401, 401, 401));
+        assert_eq!(
+            (with("Bearer secret"), with("Bearer secre"), with("secret"), with("Bearer ")),
+            (200, 401, 401, 401)
+        );
         assert_eq!((get(address, "/metrics").status, get(address, "/stats").status), (401, 401));
         assert_eq!((get(address, "/health").status, get(address, "/").status), (200, 200));
     });
@@ -316,7 +331,8 @@ fn clients_that_leave_free_their_places() {
         let line = text.lines().find(|line| line.starts_with(&aborted)).unwrap();
         assert!(line.rsplit(' ').next().unwrap().parse::<f64>().unwrap() > 20.0, "{line}");
         // All places are there again.
-        let replies: Vec<_> = (0..5).map(|_| post_bytes(address, "/v1/completions", body.to_string().as_bytes())).collect();
+        let replies: Vec<_> =
+            (0..5).map(|_| post_bytes(address, "/v1/completions", body.to_string().as_bytes())).collect();
         let replies: Vec<Reply> = replies.into_iter().map(read).collect();
         assert!(replies.iter().all(|reply| reply.status == 200), "{replies:?}");
         assert!(replies.windows(2).all(|pair| pair[0].json()["choices"] == pair[1].json()["choices"]));
@@ -339,7 +355,8 @@ fn more_than_can_wait_are_sent_away() {
 #[test]
 fn what_is_in_work_is_finished_at_the_end() {
     let (reply, log) = serve(None, |address, interrupt| {
-        let body = json!({ "prompt": "a b c", "max_tokens": 150, "temperature": 0, "ignore_eos": true, "stream": true });
+        let body =
+            json!({ "prompt": "a b c", "max_tokens": 150, "temperature": 0, "ignore_eos": true, "stream": true });
         let mut stream = post_bytes(address, "/v1/completions", body.to_string().as_bytes());
         // It has begun.
         let mut start = [0; 1];
@@ -358,15 +375,58 @@ fn what_is_in_work_is_finished_at_the_end() {
 fn random_requests_do_no_harm() {
     const REQUESTS: u64 = 1500;
     let names = [
-        "prompt", "messages", "max_tokens", "temperature", "top_p", "top_k", "min_p", "n", "seed", "stop", "stream", "logprobs",
-        "top_logprobs", "logit_bias", "presence_penalty", "frequency_penalty", "repetition_penalty", "stream_options", "model",
-        "echo", "suffix", "best_of", "tools", "response_format", "user", "ignore_eos", "stop_token_ids", "return_rounds",
+        "prompt",
+        "messages",
+        "max_tokens",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "n",
+        "seed",
+        "stop",
+        "stream",
+        "logprobs",
+        "top_logprobs",
+        "logit_bias",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "stream_options",
+        "model",
+        "echo",
+        "suffix",
+        "best_of",
+        "tools",
+        "response_format",
+        "user",
+        "ignore_eos",
+        "stop_token_ids",
+        "return_rounds",
     ];
     let values = [
-        json!(null), json!(true), json!(0), json!(1), json!(-1), json!(2.5), json!(1e300), json!(u64::MAX), json!(""), json!("a"),
-        json!("tiny"), json!([]), json!([1, 2]), json!(["x", ""]), json!({}), json!({ "5": 3 }), json!({ "include_usage": true }),
-        json!([{ "role": "user", "content": "hi" }]), json!([{ "role": "user", "content": [{ "type": "text", "text": "\u{1F44D}" }] }]),
-        json!("<|im_start|>\u{0}\u{fdd0}"), json!(0.5), json!(3),
+        json!(null),
+        json!(true),
+        json!(0),
+        json!(1),
+        json!(-1),
+        json!(2.5),
+        json!(1e300),
+        json!(u64::MAX),
+        json!(""),
+        json!("a"),
+        json!("tiny"),
+        json!([]),
+        json!([1, 2]),
+        json!(["x", ""]),
+        json!({}),
+        json!({ "5": 3 }),
+        json!({ "include_usage": true }),
+        json!([{ "role": "user", "content": "hi" }]),
+        json!([{ "role": "user", "content": [{ "type": "text", "text": "\u{1F44D}" }] }]),
+        json!("<|im_start|>\u{0}\u{fdd0}"),
+        json!(0.5),
+        json!(3),
     ];
     serve(None, |address, _| {
         let mut counts = [0_usize; 6];
@@ -374,18 +434,23 @@ fn random_requests_do_no_harm() {
             let draws = CounterRng::new(case, Stream::Shuffle, 1);
             let pick = |i: u64, below: usize| draws.below(i, below as u64) as usize;
             let mut body = json!({ "max_tokens": 3 });
-            body[["prompt", "messages"][pick(0, 2)]] = values[pick(1, values.len())].clone();
-            for i in 0..draws.below(2, 4) {
+            let path = ["/v1/completions", "/v1/chat/completions", "/generate"][pick(4, 3)];
+            let (name, usual) = if path.contains("chat") {
+                ("messages", json!([{ "role": "user", "content": "hi" }]))
+            } else {
+                ("prompt", json!("hi"))
+            };
+            body[name] = if pick(0, 4) > 0 { usual } else { values[pick(1, values.len())].clone() };
+            for i in 0..draws.below(2, 3) {
                 body[names[pick(10 + i, names.len())]] = values[pick(20 + i, values.len())].clone();
             }
             let mut bytes = body.to_string().into_bytes();
-            if pick(3, 4) == 0 {
+            if pick(3, 6) == 0 {
                 for i in 0..3 {
                     let at = pick(30 + i, bytes.len());
                     bytes[at] = draws.below(40 + i, 256) as u8;
                 }
             }
-            let path = ["/v1/completions", "/v1/chat/completions", "/generate"][pick(4, 3)];
             let reply = read(post_bytes(address, path, &bytes));
             counts[usize::from(reply.status / 100)] += 1;
             assert!(reply.status < 500, "{path} {}: {reply:?}", String::from_utf8_lossy(&bytes));
@@ -393,7 +458,7 @@ fn random_requests_do_no_harm() {
                 assert!(reply.json()["error"]["message"].is_string());
             }
         }
-        assert!(counts[2] > 50 && counts[4] > 500, "{counts:?}");
+        assert!(counts[2] > 300 && counts[4] > 300, "{counts:?}");
         assert_eq!(get(address, "/health").status, 200);
     });
 }

@@ -94,7 +94,8 @@ impl Models {
             return Ok(None);
         }
         let name: String = self.fingerprint.model.chars().filter(char::is_ascii_alphanumeric).take(16).collect();
-        let kept = model_source().cache_dir.join("profiles").join(format!("{name}_{}.json", self.fingerprint.precision));
+        let kept =
+            model_source().cache_dir.join("profiles").join(format!("{name}_{}.json", self.fingerprint.precision));
         let sizes = (self.block_size(), sequences);
         let profile = self.profile.as_deref();
         Ok(Some(step_costs(&self.target.target, sizes, &self.fingerprint, profile, &kept, context)?))

@@ -44,9 +44,8 @@ impl Adjustments {
     /// [`SpeculateError::Parameter`] names the first field outside its range, [`SpeculateError::UnknownToken`] a bias for a
     /// token outside the vocabulary.
     pub fn validate(&self, vocab_size: usize) -> Result<(), SpeculateError> {
-        let refuse = |field, value: f32, expected| {
-            Err(SpeculateError::Parameter { field, value: f64::from(value), expected })
-        };
+        let refuse =
+            |field, value: f32, expected| Err(SpeculateError::Parameter { field, value: f64::from(value), expected });
         if !self.presence_penalty.is_finite() {
             return refuse("presence_penalty", self.presence_penalty, "a finite number");
         }
@@ -81,7 +80,8 @@ impl Adjustments {
             let generated = history.generated.keys().filter(|token| !history.prompt.contains(token));
             for &token in history.prompt.iter().chain(generated) {
                 if let Some(logit) = logits.get_mut(token as usize) {
-                    *logit = if *logit > 0.0 { *logit / self.repetition_penalty } else { *logit * self.repetition_penalty };
+                    *logit =
+                        if *logit > 0.0 { *logit / self.repetition_penalty } else { *logit * self.repetition_penalty };
                 }
             }
         }

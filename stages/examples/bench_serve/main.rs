@@ -144,9 +144,10 @@ fn report(levels: &[usize], servers: &[(&str, &str)], cells: &[Vec<Cell>]) -> Ve
 }
 
 fn table(rows: &[Value]) -> String {
-    let mut text = "| clients | schedule | tok/s | tok/s per user | first token p50 / p99 ms | per token p50 / p99 ms | verified \
+    let mut text =
+        "| clients | schedule | tok/s | tok/s per user | first token p50 / p99 ms | per token p50 / p99 ms | verified \
         per round | tau |\n| ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: |\n"
-        .to_owned();
+            .to_owned();
     for row in rows {
         let number = |key: &str| row[key].as_f64().unwrap_or(0.0);
         let ms = |key: &str| 1e3 * number(key);
@@ -180,7 +181,11 @@ fn plot(levels: &[usize], servers: &[(&str, &str)], rows: &[Value]) -> String {
     for step in 0..=4 {
         let value = most * f64::from(step) / 4.0;
         let at = y(value);
-        let _ = write!(svg, "<path d=\"M50 {at:.1}H470\" stroke=\"#ddd\"/><text x=\"44\" y=\"{:.1}\" text-anchor=\"end\">{value:.0}</text>", at + 4.0);
+        let _ = write!(
+            svg,
+            "<path d=\"M50 {at:.1}H470\" stroke=\"#ddd\"/><text x=\"44\" y=\"{:.1}\" text-anchor=\"end\">{value:.0}</text>",
+            at + 4.0
+        );
     }
     for (i, level) in levels.iter().enumerate() {
         let _ = write!(svg, "<text x=\"{:.1}\" y=\"288\" text-anchor=\"middle\">{level}</text>", x(i));

@@ -13,11 +13,11 @@ pub mod commit;
 mod draft;
 mod estimates;
 mod length;
-mod share;
 pub mod prefix_scheduler;
 pub mod round;
 pub mod schedule;
 pub mod sequence;
+mod share;
 pub mod sps_profile;
 pub mod step_costs;
 pub mod text;
@@ -31,8 +31,8 @@ use deepspec_models::target::Target;
 
 pub use adaptive::Adaptive;
 pub use schedule::{Schedule, Sources};
-pub use share::Allocation;
 pub use sequence::{FinishReason, Finished, Request, RequestOptions, RequestStats, RoundRecord};
+pub use share::Allocation;
 pub use step_costs::{StepCost, StepCosts};
 pub use text::TextOptions;
 

@@ -12,12 +12,7 @@
 ///
 /// `survival[r][j]` is that of token j of sequence r, `rows` the rows that the pass has anyway, and `sampled` the sequences
 /// that commit a token without any proposal. `seconds` is the time of a pass by its rows.
-pub fn early_stop(
-    survival: &[Vec<f64>],
-    sampled: usize,
-    rows: usize,
-    seconds: impl Fn(usize) -> f64,
-) -> Vec<usize> {
+pub fn early_stop(survival: &[Vec<f64>], sampled: usize, rows: usize, seconds: impl Fn(usize) -> f64) -> Vec<usize> {
     let mut tokens = sampled as f64;
     let mut throughput = tokens / seconds(rows);
     let mut lengths = vec![0; survival.len()];
@@ -109,7 +104,8 @@ mod tests {
 
     /// Throughput of chosen lengths.
     fn throughput(survival: &[Vec<f64>], lengths: &[usize], rows: usize, seconds: &dyn Fn(usize) -> f64) -> f64 {
-        let tokens: f64 = survival.iter().zip(lengths).map(|(chain, &length)| chain[..length].iter().sum::<f64>()).sum();
+        let tokens: f64 =
+            survival.iter().zip(lengths).map(|(chain, &length)| chain[..length].iter().sum::<f64>()).sum();
         (survival.len() as f64 + tokens) / seconds(rows + lengths.iter().sum::<usize>())
     }
 

@@ -45,9 +45,9 @@ impl Engine<'_> {
         let fixed: usize = drafts.iter().map(|draft| draft.admitted).sum();
         let given_back: usize = candidates.iter().map(|candidate| drafts[candidate.place].admitted).sum();
         let rows = self.prompt_rows() + decoding + fixed - given_back;
-        let (slots, blocks) = drafts.iter().fold((0, 0), |(slots, blocks), draft| {
-            (slots + draft.drafted, blocks + usize::from(draft.drafted > 0))
-        });
+        let (slots, blocks) = drafts
+            .iter()
+            .fold((0, 0), |(slots, blocks), draft| (slots + draft.drafted, blocks + usize::from(draft.drafted > 0)));
         let seconds = |rows: usize| adaptive.pass_seconds(rows, decoding, (blocks, slots));
         let now: Vec<Vec<f64>> = candidates.iter().map(|candidate| candidate.now.clone()).collect();
         let lengths = if allocation == Allocation::EarlyStop {

@@ -17,6 +17,8 @@ use crate::run_dir::write_atomic;
 const VERSION: u32 = 1;
 /// A table whose most rows cost less than this many times one row says nothing about the cost of rows.
 const FLAT: f64 = 1.02;
+/// A kept profile is measured again where a pass of one row now takes this many times what it says, or less than one of them.
+const CHANGED: f64 = 1.5;
 
 /// What a profile was measured on.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -106,8 +108,10 @@ impl Profile {
         } else if value.get("fingerprint").is_some() {
             Self::Own(serde_json::from_str(text).map_err(words)?)
         } else {
-            return Err("none of the known forms: it has neither `fingerprint`, `sample_batch_tokens` nor `bias_seconds`"
-                .into());
+            return Err(
+                "none of the known forms: it has neither `fingerprint`, `sample_batch_tokens` nor `bias_seconds`"
+                    .into(),
+            );
         };
         match &profile {
             Self::Own(own) if own.version != VERSION => Err(format!("version {}, expected {VERSION}", own.version)),
@@ -226,7 +230,9 @@ pub fn step_costs(
             profile.costs(sequences)?
         }
         None => match Profile::load(kept) {
-            Ok(Profile::Own(own)) if own.fingerprint == *fingerprint && covers(&own, block, sequences) => {
+            Ok(Profile::Own(own))
+                if own.fingerprint == *fingerprint && covers(&own, block, sequences) && still_holds(&own, target)? =>
+            {
                 StepCosts::new(own.entries)?
             }
             _ => measure(target, (block, sequences), fingerprint, kept, ctx)?,
@@ -249,6 +255,12 @@ pub fn step_costs(
 /// Whether a table reaches as far as is needed.
 fn covers(profile: &SpsProfile, block: usize, sequences: usize) -> bool {
     profile.entries.last().is_some_and(|entry| entry.rows >= (block + 1) * sequences)
+}
+
+/// Whether the machine is as fast as when it was measured: other work may have run beside it then, or does now.
+fn still_holds(profile: &SpsProfile, target: &Target) -> Result<bool> {
+    let ratio = StepCosts::measure(target, 0, 1)?.seconds(1) / StepCosts::new(profile.entries.clone())?.seconds(1);
+    Ok((1.0 / CHANGED..CHANGED).contains(&ratio))
 }
 
 fn measure(
@@ -281,7 +293,8 @@ mod tests {
 
     #[test]
     fn published_forms_are_read() {
-        let rates = r#"{"sample_batch_tokens": [1, 4, 8], "sample_steps_per_sec": [100, 50, 40], "max_batch_tokens": 16}"#;
+        let rates =
+            r#"{"sample_batch_tokens": [1, 4, 8], "sample_steps_per_sec": [100, 50, 40], "max_batch_tokens": 16}"#;
         let costs = Profile::from_json(rates).unwrap().costs(1).unwrap();
         let seconds = [1, 3, 4, 7, 8, 16].map(|rows| costs.seconds(rows));
         assert_eq!(seconds, [0.01, 0.01, 0.02, 0.02, 0.025, 0.025]);
@@ -289,7 +302,9 @@ mod tests {
             "m_probes": [1, 11], "theta_seconds": [0.001, 0.011]}"#;
         let profile = Profile::from_json(additive).unwrap();
         let at = |sequences, rows| profile.costs(sequences).unwrap().seconds(rows);
-        assert!((at(1, 6) - 0.016).abs() < 1e-12 && (at(3, 6) - 0.018).abs() < 1e-12 && (at(9, 1) - 0.015).abs() < 1e-12);
+        assert!(
+            (at(1, 6) - 0.016).abs() < 1e-12 && (at(3, 6) - 0.018).abs() < 1e-12 && (at(9, 1) - 0.015).abs() < 1e-12
+        );
     }
 
     #[test]

@@ -20,7 +20,11 @@ const HEAD_TIME: Duration = Duration::from_secs(20);
 const LAST_WORDS: Duration = Duration::from_secs(3);
 
 /// Serves connections until `stop` becomes true.
-pub(super) async fn serve(listener: StdListener, router: Router, mut stop: watch::Receiver<bool>) -> std::io::Result<()> {
+pub(super) async fn serve(
+    listener: StdListener,
+    router: Router,
+    mut stop: watch::Receiver<bool>,
+) -> std::io::Result<()> {
     let listener = TcpListener::from_std(listener)?;
     let graceful = GracefulShutdown::new();
     let room = Arc::new(Semaphore::new(MOST_CONNECTIONS));

@@ -226,7 +226,11 @@ impl Metrics {
         text.counter("deepspec_rounds", "Rounds, those without proposals too.", c.rounds);
         text.counter("deepspec_round_tokens", "Tokens committed by rounds.", c.committed);
         text.counter("deepspec_drafted_tokens", "Proposed tokens, verified or not.", c.drafted);
-        text.counter("deepspec_fallback_rounds", "Rounds in which a drafter was left out, not paying.", c.fallback_rounds);
+        text.counter(
+            "deepspec_fallback_rounds",
+            "Rounds in which a drafter was left out, not paying.",
+            c.fallback_rounds,
+        );
         text.counter("deepspec_requests_refused", "Requests refused because too many waited.", c.refused);
         text.gauge("deepspec_tokens_per_second", "Tokens per second lately.", c.recent.tokens_per_s);
         text.gauge("deepspec_tau", "Tokens committed per round lately.", c.recent.tau);
@@ -237,15 +241,11 @@ impl Metrics {
             f64::from(u8::from(c.is_idle_drafter)),
         );
         text.head("vllm:request_success", "Requests by how they ended.", "counter");
-        for (reason, count) in
-            [("stop", c.stopped), ("length", c.length), ("abort", c.aborted), ("error", c.failed)]
-        {
+        for (reason, count) in [("stop", c.stopped), ("length", c.length), ("abort", c.aborted), ("error", c.failed)] {
             text.line("vllm:request_success_total", &format!(",finished_reason=\"{reason}\""), count as f64);
         }
         text.head("deepspec_step_seconds", "Time of steps by what it was spent on.", "counter");
-        for (phase, seconds) in
-            [("draft", c.times.draft_s), ("target", c.times.target_s), ("other", c.times.other_s)]
-        {
+        for (phase, seconds) in [("draft", c.times.draft_s), ("target", c.times.target_s), ("other", c.times.other_s)] {
             text.line("deepspec_step_seconds_total", &format!(",phase=\"{phase}\""), seconds);
         }
         text.counter("deepspec_steps", "Steps of the engine.", c.times.steps);

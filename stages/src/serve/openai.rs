@@ -167,7 +167,9 @@ fn message(path: &str, value: Value) -> Read<Message> {
         Some(Value::Array(calls)) if !calls.is_empty() && role == Role::Assistant => Some(Value::Array(calls)),
         None => None,
         Some(Value::Array(calls)) if calls.is_empty() => None,
-        Some(other) => return Err(wrong_type(&format!("{path}.tool_calls"), "a list of calls of an assistant", &other)),
+        Some(other) => {
+            return Err(wrong_type(&format!("{path}.tool_calls"), "a list of calls of an assistant", &other));
+        }
     };
     message.name = fields.text("name")?;
     message.tool_call_id = fields.text("tool_call_id")?;

@@ -81,7 +81,9 @@ pub(super) fn router(app: SharedApp) -> Router {
         .route("/openapi.json", get(openapi))
         .merge(guarded)
         .fallback(|| async {
-            ApiError::bad("there is nothing under this address").with_status(StatusCode::NOT_FOUND).with_code("not_found")
+            ApiError::bad("there is nothing under this address")
+                .with_status(StatusCode::NOT_FOUND)
+                .with_code("not_found")
         })
         .method_not_allowed_fallback(|| async {
             ApiError::bad("this address does not take this method")
@@ -201,7 +203,8 @@ async fn answer(app: SharedApp, form: Form, request: HttpRequest) -> Result<Resp
     let checker = app.clone();
     // A long prompt takes a while to become tokens.
     let accepted = tokio::task::spawn_blocking(move || accept(&checker, form, &body)).await;
-    let Accepted { api, requests, usage } = accepted.map_err(|_| ApiError::internal("reading the request failed"))??;
+    let Accepted { api, requests, usage } =
+        accepted.map_err(|_| ApiError::internal("reading the request failed"))??;
     if app.shared.is_stopping() {
         return Err(ApiError::stopping());
     }
@@ -300,7 +303,9 @@ fn tokens(app: &App, prompt: &Prompt) -> Result<Vec<u32>, ApiError> {
         Prompt::Chat(messages) => {
             app.text.renderer.render_prompt(messages, None).map_err(|error| refused("messages", error))?
         }
-        Prompt::Text(text) => app.text.tokenizer().encode_with_specials(text).map_err(|error| refused("prompt", error))?,
+        Prompt::Text(text) => {
+            app.text.tokenizer().encode_with_specials(text).map_err(|error| refused("prompt", error))?
+        }
         Prompt::Tokens(ids) => match ids.iter().find(|&&token| token as usize >= app.vocab_size) {
             Some(token) => return Err(unknown_token("prompt", *token, app.vocab_size)),
             None => ids.clone(),

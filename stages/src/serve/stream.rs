@@ -78,9 +78,9 @@ impl EventWriter {
         let mut events = Vec::new();
         if is_first && self.api.form == Form::Chat {
             let delta = json!({ "role": "assistant", "content": "" });
-            events.push(self.event(vec![
-                json!({ "index": index, "delta": delta, "logprobs": null, "finish_reason": null }),
-            ]));
+            events.push(
+                self.event(vec![json!({ "index": index, "delta": delta, "logprobs": null, "finish_reason": null })]),
+            );
         }
         let wants = (self.api.logprobs.is_some(), self.api.returns_rounds);
         if let Some(choice) = delta(self.api.form, index, &update, wants, self.app.text.tokenizer(), offset) {
