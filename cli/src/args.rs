@@ -4,7 +4,7 @@ mod decoding;
 
 use std::path::PathBuf;
 
-use clap::{Args, Parser, Subcommand};
+use clap::{Args, Parser, Subcommand, ValueEnum};
 
 pub(crate) use decoding::{DecodingArguments, GenerateArguments, PrecisionChoice, ProposerChoice, ServeArguments};
 
@@ -50,9 +50,11 @@ pub(crate) enum Command {
     /// Let the target answer the prompts and store what it computes: the target cache.
     Prepare(PrepareArguments),
     /// Train a drafter on the run's target cache, or go on doing so.
-    Train(RunArguments),
+    Train(TrainArguments),
     /// Measure plain decoding, n-gram lookup and the drafter on held-out prompts.
     Eval(EvalArguments),
+    /// Write a drafter in the format of an engine or another trainer, or a target cache in the reference's.
+    Export(ExportArguments),
     /// Answer one prompt on the terminal.
     Generate(GenerateArguments),
     /// Serve target and drafter over HTTP, to anything that speaks OpenAI's API.
@@ -69,13 +71,57 @@ pub(crate) struct InspectArguments {
     /// Show sample N, counted from 0: what a cache holds with its loss mask, or a conversation as messages.
     #[arg(long, value_name = "N")]
     pub sample: Option<u64>,
-    /// Model folder or GGUF file whose tokenizer and template the sample is shown with: the text of a cache, or the
-    /// tokens that a conversation would be trained on.
-    #[arg(long, value_name = "PATH", requires = "sample")]
+    /// Model folder or GGUF file: the one whose tokenizer and template `--sample` is shown with (the text of a cache, or the
+    /// tokens that a conversation would be trained on), or the target that a drafter borrows from.
+    #[arg(long, value_name = "PATH")]
     pub model: Option<PathBuf>,
     /// Read a target cache from end to end and verify every checksum.
     #[arg(long)]
     pub check: bool,
+}
+
+/// What `export` writes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum ExportFormat {
+    /// Drafter in the reference's layout, which holds every drafter.
+    Deepspec,
+    /// Drafter in the layout of the speculators library, for vLLM.
+    Speculators,
+    /// Drafter for SGLang: DSPARK, or EAGLE3.
+    Sglang,
+    /// DFlash drafter with blocks of 1+N, as z-lab has them.
+    Zlab,
+    /// Drafter in SpecForge's layout: DSpark, or EAGLE-3 with `midlayer`.
+    Specforge,
+    /// Target cache in the reference's format, version 2.
+    CacheV2,
+}
+
+/// Arguments of `export`.
+#[derive(Debug, Args)]
+pub(crate) struct ExportArguments {
+    /// Format to write.
+    #[arg(long, value_enum)]
+    pub to: ExportFormat,
+    /// Folder to write; one with an earlier export of a drafter is replaced.
+    #[arg(long, value_name = "DIR")]
+    pub out: PathBuf,
+    /// Run folder whose newest checkpoint, or whose cache, is exported.
+    #[arg(long, value_name = "DIR")]
+    pub run: Option<PathBuf>,
+    /// Checkpoint of a drafter, in any layout that is read.
+    #[arg(long, value_name = "DIR")]
+    pub draft: Option<PathBuf>,
+    /// Target cache.
+    #[arg(long, value_name = "DIR")]
+    pub cache: Option<PathBuf>,
+    /// Target of the drafter: where its embedding and head come from, should the checkpoint lack them, and the name that engines
+    /// find it by.
+    #[arg(long, value_name = "NAME|PATH")]
+    pub target: Option<String>,
+    /// `results.json` of an evaluation of the drafter, for a `speculation_profile.json` beside it.
+    #[arg(long, value_name = "FILE")]
+    pub profile: Option<PathBuf>,
 }
 
 /// Which recipe, and which run folder.
@@ -104,9 +150,23 @@ pub(crate) struct PrepareArguments {
     /// Use only the first N prompts.
     #[arg(long, value_name = "N")]
     pub limit: Option<usize>,
+    /// Take over a target cache of the reference (version 2) in place of making one.
+    #[arg(long, value_name = "DIR", conflicts_with_all = ["prompts", "limit", "dry_run"])]
+    pub import_cache: Option<PathBuf>,
     /// Say what it would do and how much room it would take, and stop.
     #[arg(long)]
     pub dry_run: bool,
+}
+
+/// Arguments of `train`.
+#[derive(Debug, Args)]
+pub(crate) struct TrainArguments {
+    #[command(flatten)]
+    pub run: RunArguments,
+    /// Target cache of another run to train on, in place of the run's own; it must be of the same target and hold the recipe's
+    /// target layers, and may hold more. The run remembers it.
+    #[arg(long, value_name = "DIR")]
+    pub cache: Option<PathBuf>,
 }
 
 /// Arguments of `eval`.
@@ -123,6 +183,10 @@ pub(crate) struct EvalArguments {
     /// Use only N prompts of each set.
     #[arg(long, value_name = "N")]
     pub limit: Option<usize>,
+    /// Fit the temperatures of the drafter's confidences on every fourth prompt, store them beside the checkpoint, and evaluate on
+    /// the other prompts, with reliability before and after.
+    #[arg(long)]
+    pub calibrate: bool,
     /// Folder of the reports [default: `eval` in the run folder].
     #[arg(long, value_name = "DIR")]
     pub out: Option<PathBuf>,

@@ -13,7 +13,8 @@ use serde_json::{Value, json};
 use tempfile::TempDir;
 
 use fixtures::{
-    drafter_tensors, write_cache, write_conversations, write_drafter, write_pruned_drafter, write_text_side,
+    drafter_tensors, write_cache, write_conversations, write_drafter, write_drafter_of_experts, write_pruned_drafter,
+    write_text_side,
 };
 
 fn command() -> std::process::Command {
@@ -242,6 +243,17 @@ fn draft_vocabularies_are_shown_and_checked() {
         let report = report(&dir, &[], 1);
         assert!(problems(&report)[0].contains(expected), "{report}");
     }
+}
+
+#[test]
+fn experts_are_shown_and_checked() {
+    let (_guard, dir) = folder();
+    write_drafter_of_experts(&dir, None);
+    let found = report(&dir, &[], 0);
+    assert_eq!(found["drafter"]["experts"], "3 experts of width 4, 2 per token, and a shared one of 16");
+    let missing = "layers.0.mlp.experts.2.up_proj.weight";
+    write_drafter_of_experts(&dir, Some(missing));
+    assert_eq!(problems(&report(&dir, &[], 1)), [format!("tensor `{missing}` of shape [4, 8] is missing")]);
 }
 
 #[test]

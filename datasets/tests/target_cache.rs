@@ -78,7 +78,6 @@ impl Owned {
 
     /// Bit for bit, since NaN is not equal to itself.
     fn assert_same(&self, sample_id: u64, found: &Sample<'_>) {
-        let bits = |numbers: &[bf16]| numbers.iter().map(|number| number.to_bits()).collect::<Vec<_>>();
         assert_eq!(found.sample_id, sample_id);
         assert_eq!(found.source_id, self.source_id);
         assert_eq!(found.domain, self.domain);
@@ -87,6 +86,10 @@ impl Owned {
         assert_eq!(bits(found.features), bits(&self.features));
         assert_eq!(bits(found.last_hidden), bits(&self.last_hidden));
     }
+}
+
+fn bits(numbers: &[bf16]) -> Vec<u16> {
+    numbers.iter().map(|number| number.to_bits()).collect()
 }
 
 fn data(samples: u64, meta: &CacheMeta) -> Vec<Owned> {
@@ -378,12 +381,46 @@ fn a_reader_that_wants_another_cache_is_told_both_sides_of_everything() {
         tokenizer_hash: "cafe",
     };
     reader.expect_matches(&right).unwrap();
+    reader.expect_matches(&Expected { layer_ids: &[0], ..right }).unwrap();
     let wrong =
         Expected { target_fingerprint: "0000", layer_ids: &[0, 1], hidden_size: 4, tokenizer_hash: "0000", ..right };
     let message = reader.expect_matches(&wrong).unwrap_err().to_string();
     for part in ["f00d", "0000", "[-1, 0]", "[0, 1]", "`hidden_size` is 3 in the cache, but 4 is wanted", "cafe"] {
         assert!(message.contains(part), "{part}: {message}");
     }
+}
+
+#[test]
+fn layers_are_chosen_from_those_of_the_cache_without_copies() {
+    let dir = tempfile::tempdir().unwrap();
+    let meta = CacheMeta { layer_ids: vec![4, 0, 2, 7], hidden_size: 3, ..meta(2, 3, StorageMode::Bf16) };
+    let samples = data(3, &meta);
+    write(dir.path(), &meta, &samples, 2);
+    let reader = Reader::open(dir.path()).unwrap();
+    for wanted in [&[4, 0, 2, 7][..], &[2], &[0, 2], &[7, 4], &[2, 0, 4], &[-1], &[0, 0], &[]] {
+        let places: Option<Vec<usize>> =
+            wanted.iter().map(|id| meta.layer_ids.iter().position(|stored| stored == id)).collect();
+        let Some(places) = places.filter(|_| !wanted.is_empty() && *wanted != [0, 0]) else {
+            let error = reader.columns(wanted).unwrap_err().to_string();
+            assert!(error.contains("layer_ids") && error.contains("[4, 0, 2, 7]"), "{error}");
+            continue;
+        };
+        let columns = reader.columns(wanted).unwrap();
+        for index in 0..3 {
+            let features = reader.sample(index).unwrap().features;
+            let slices: Vec<&[bf16]> = columns.slices(features).collect();
+            assert!(slices.iter().all(|slice| features.as_ptr_range().contains(&slice.as_ptr())));
+            let expected: Vec<bf16> = features
+                .chunks(12)
+                .flat_map(|row| places.iter().flat_map(|place| row[place * 3..place * 3 + 3].to_vec()))
+                .collect();
+            assert_eq!(bits(&slices.concat()), bits(&expected), "{wanted:?}");
+        }
+    }
+    assert_eq!(
+        reader.columns(&[4, 0, 2, 7]).unwrap().slices(reader.sample(0).unwrap().features).count(),
+        samples[0].input_ids.len()
+    );
 }
 
 #[test]

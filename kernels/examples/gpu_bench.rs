@@ -154,6 +154,7 @@ fn main() -> Result<()> {
         rows: (0..count).map(row).collect(),
         kl_temperature: 1.0,
         with_target: true,
+        soft_targets: false,
     };
     let time = seconds(&gpu, || loss.clone().forward(&h, &m, &w2, &t).map(drop))?;
     let flops = 2.0 * (count * vocab) as f64 * (3 * hidden + 3 * rank) as f64;

@@ -8,9 +8,12 @@ use rayon::prelude::*;
 use crate::multiversion;
 use crate::rows::Rows;
 use crate::simd::{dot, sum};
-use crate::threads;
+use crate::threads::{self, Shared};
 #[cfg(feature = "cuda")]
 use crate::{cuda::Cuda, device};
+
+/// Elements from which on other threads are worth waking.
+const PARALLEL: usize = 1 << 14;
 
 /// Normalises each row of `x` (last dimension) and scales it by `weight`.
 ///
@@ -74,14 +77,19 @@ impl candle_core::CustomOp3 for AddRmsNorm {
             bail!("add-rms-norm of {:?} and {:?} with {} weights", xl.dims(), yl.dims(), weight.len());
         }
         let (rows, cols) = (x.count, x.cols);
-        let mut out = vec![0f32; 2 * rows * cols];
-        let (sums, norms) = out.split_at_mut(rows * cols);
-        let parallel = rows * cols >= 1 << 16;
-        threads::for_each_chunk(sums, cols, parallel, |i, sum| add_row(x.row(i), y.row(i), sum));
-        let sums = &*sums;
-        threads::for_each_chunk(norms, cols, parallel, |i, norm| {
-            forward_row(&sums[i * cols..(i + 1) * cols], weight, self.eps, norm);
+        let mut out = Vec::with_capacity(2 * rows * cols);
+        let (sums, shares) =
+            (Shared::new(out.as_mut_ptr()), if rows * cols >= PARALLEL { threads::count() } else { 1 });
+        threads::run(shares, |share| {
+            for i in rows * share / shares..rows * (share + 1) / shares {
+                // SAFETY: both rows lie inside the memory and this share alone has them.
+                let (sum, norm) = unsafe { (sums.zeros(i * cols, cols), sums.zeros((rows + i) * cols, cols)) };
+                add_row(x.row(i), y.row(i), sum);
+                forward_row(sum, weight, self.eps, norm);
+            }
         });
+        // SAFETY: every sum and every norm has been written.
+        unsafe { out.set_len(2 * rows * cols) };
         Ok((CpuStorage::F32(out), Shape::from((2 * rows, cols))))
     }
 }
@@ -125,9 +133,8 @@ impl CustomOp2 for RmsNorm {
         if weight.len() != x.cols {
             bail!("rms-norm weight has {} elements for rows of {}", weight.len(), x.cols);
         }
-        let mut y = vec![0f32; x.count * x.cols];
-        let parallel = y.len() >= 1 << 16;
-        threads::for_each_chunk(&mut y, x.cols, parallel, |i, y| forward_row(x.row(i), weight, self.eps, y));
+        let parallel = x.count * x.cols >= PARALLEL;
+        let y = threads::new_rows(x.count, x.cols, parallel, |i, y| forward_row(x.row(i), weight, self.eps, y));
         Ok((CpuStorage::F32(y), xl.shape().clone()))
     }
 

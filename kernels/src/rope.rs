@@ -9,6 +9,7 @@ use std::sync::Arc;
 use candle_core::CudaStorage;
 use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, bail};
 
+use crate::multiversion;
 use crate::rows::Rows;
 use crate::threads;
 #[cfg(feature = "cuda")]
@@ -16,6 +17,9 @@ use crate::{
     cuda::{Cuda, Uploaded},
     device,
 };
+
+/// Elements from which on other threads are worth waking.
+const PARALLEL: usize = 1 << 14;
 
 /// Inverse frequencies of a model's rotary embedding.
 #[derive(Debug, Clone)]
@@ -100,6 +104,19 @@ impl RopeAngles {
     }
 }
 
+multiversion! {
+    /// Turns the pairs of each head by their angles, or back when `direction` is −1.
+    fn turn_row(y: &mut [f32], cos: &[f32], sin: &[f32], direction: f32, head_dim: usize) {
+        for head in y.chunks_exact_mut(head_dim) {
+            let (low, high) = head.split_at_mut(cos.len());
+            for ((a, b), (c, s)) in low.iter_mut().zip(high).zip(cos.iter().zip(sin)) {
+                let s = direction * s;
+                (*a, *b) = (*a * c - *b * s, *b * c + *a * s);
+            }
+        }
+    }
+}
+
 impl CustomOp1 for RopeAngles {
     fn name(&self) -> &'static str {
         "rope"
@@ -108,19 +125,11 @@ impl CustomOp1 for RopeAngles {
     fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
         let x = Rows::new(self.name(), storage, layout)?;
         self.check(x.count, x.cols)?;
-        let mut y = vec![0f32; x.count * x.cols];
-        let parallel = y.len() >= 1 << 16;
-        threads::for_each_chunk(&mut y, x.cols, parallel, |row, y| {
+        let direction = if self.inverse { -1.0 } else { 1.0 };
+        let y = threads::new_rows(x.count, x.cols, x.count * x.cols >= PARALLEL, |row, y| {
             y.copy_from_slice(x.row(row));
-            let cos = &self.cos[row * self.pairs..(row + 1) * self.pairs];
-            let sin = &self.sin[row * self.pairs..(row + 1) * self.pairs];
-            for head in y.chunks_exact_mut(self.head_dim) {
-                let (low, high) = head.split_at_mut(self.pairs);
-                for ((a, b), (&c, &s)) in low.iter_mut().zip(high).zip(cos.iter().zip(sin)) {
-                    let s = if self.inverse { -s } else { s };
-                    (*a, *b) = (*a * c - *b * s, *b * c + *a * s);
-                }
-            }
+            let pairs = row * self.pairs..(row + 1) * self.pairs;
+            turn_row(y, &self.cos[pairs.clone()], &self.sin[pairs], direction, self.head_dim);
         });
         Ok((CpuStorage::F32(y), layout.shape().clone()))
     }

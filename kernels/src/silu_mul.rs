@@ -55,9 +55,9 @@ impl CustomOp2 for SiluMul {
         if gl.dims() != ul.dims() {
             bail!("silu-mul of shapes {:?} and {:?}", gl.dims(), ul.dims());
         }
-        let mut y = vec![0f32; gate.count * gate.cols];
-        let parallel = y.len() >= 1 << 14;
-        threads::for_each_chunk(&mut y, gate.cols, parallel, |i, y| forward_row(gate.row(i), up.row(i), y));
+        let parallel = gate.count * gate.cols >= 1 << 14;
+        let forward = |i: usize, y: &mut [f32]| forward_row(gate.row(i), up.row(i), y);
+        let y = threads::new_rows(gate.count, gate.cols, parallel, forward);
         Ok((CpuStorage::F32(y), gl.shape().clone()))
     }
 

@@ -43,6 +43,22 @@ pub(crate) fn for_each_chunk(data: &mut [f32], chunk: usize, parallel: bool, f: 
     });
 }
 
+/// New memory for `count` rows of `cols`, each zeros until `f(i, row i)` has filled it, on the thread that fills it.
+pub(crate) fn new_rows(count: usize, cols: usize, parallel: bool, f: impl Fn(usize, &mut [f32]) + Sync) -> Vec<f32> {
+    let mut rows = Vec::with_capacity(count * cols);
+    let out = Shared::new(rows.as_mut_ptr());
+    let shares = if parallel { (4 * self::count()).min(count) } else { 1 };
+    run(shares, |share| {
+        for i in count * share / shares..count * (share + 1) / shares {
+            // SAFETY: the row lies inside the memory and this share alone has it.
+            f(i, unsafe { out.zeros(i * cols, cols) });
+        }
+    });
+    // SAFETY: every row has been written.
+    unsafe { rows.set_len(count * cols) };
+    rows
+}
+
 /// Memory that the shares of one job write disjoint parts of.
 pub(crate) struct Shared<T>(*mut T);
 
@@ -62,6 +78,28 @@ impl<T: Copy> Shared<T> {
     pub(crate) unsafe fn write(&self, at: usize, values: &[T]) {
         // SAFETY: promised by the caller.
         unsafe { std::ptr::copy_nonoverlapping(values.as_ptr(), self.0.add(at), values.len()) };
+    }
+
+    /// As [`Self::write`], for a number of values that is known when compiling.
+    ///
+    /// # Safety
+    /// As there.
+    #[inline]
+    pub(crate) unsafe fn write_array<const N: usize>(&self, at: usize, values: &[T; N]) {
+        // SAFETY: promised by the caller.
+        unsafe { std::ptr::copy_nonoverlapping(values.as_ptr(), self.0.add(at), N) };
+    }
+
+    /// `len` elements from `at` on, set to zero bytes.
+    ///
+    /// # Safety
+    /// They lie inside the memory, nothing else reads or writes them while the slice lives, and zero bytes are a value.
+    pub(crate) unsafe fn zeros<'a>(&self, at: usize, len: usize) -> &'a mut [T] {
+        // SAFETY: promised by the caller.
+        unsafe {
+            self.0.add(at).write_bytes(0, len);
+            self.part(at, len)
+        }
     }
 
     /// `len` elements from `at` on.

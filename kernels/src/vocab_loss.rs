@@ -11,6 +11,9 @@
 //! distance over the whole vocabulary; KL sums over the draft tokens (elsewhere it would be infinite); a row whose label the
 //! drafter lacks has no CE.
 //!
+//! With soft targets, as EAGLE-3 trains, the KL term becomes the cross-entropy −Σ p_t log p_d, with p_t renormalised over the
+//! draft tokens; a row whose most likely target token the drafter lacks then has no such term.
+//!
 //! The caller gives each row its coefficient per term (weight / denominator), so the gradient of the whole sum is known
 //! in the forward pass: rows are worked through in chunks, and nothing of size [rows, vocabulary] outlives its chunk.
 //! Target distributions are computed once per distinct position of a chunk, however many blocks overlap there.
@@ -25,8 +28,10 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use candle_core::{CpuStorage, CustomOp3, Layout, Result, Shape, Storage, Tensor, bail};
 
 use crate::linear::{Aligned, Packed};
+use crate::logit_row::argmax;
 use crate::matmul::{Matrix, matmul, matmul_panels};
 use crate::rows::Rows;
+use crate::simd::dot;
 use crate::threads;
 use elementwise::{distance, gradient, kl_divergence, scale, softmax};
 use targets::{TargetDistributions, TargetRow};
@@ -61,8 +66,10 @@ pub struct RowTerms {
     pub ce: f32,
     /// Σ|p_d − p_t| over the target's vocabulary; 0 when target distributions were not asked for.
     pub tv: f32,
-    /// KL(p_t ‖ p_d) over the draft tokens at the loss's temperature; 0 likewise.
+    /// KL(p_t ‖ p_d) over the draft tokens at the loss's temperature; 0 likewise. With soft targets, the cross-entropy.
     pub kl: f32,
+    /// With soft targets, whether the most likely tokens of both sides are the same; `None` where the drafter lacks the target's.
+    pub agrees: Option<bool>,
 }
 
 impl RowTerms {
@@ -89,6 +96,8 @@ pub struct VocabLoss {
     pub kl_temperature: f32,
     /// Whether to compute target distributions (needed for TV, KL and acceptance).
     pub with_target: bool,
+    /// Whether the KL term is the soft cross-entropy of EAGLE-3. It wants target distributions, temperature 1 and no CE.
+    pub soft_targets: bool,
 }
 
 /// Result of [`VocabLoss::forward`].
@@ -189,12 +198,31 @@ impl Op {
         if !maps {
             bail!("vocab-loss: {vocab} draft tokens do not map to ascending ones of the target's {target_vocab}");
         }
+        let is_soft =
+            settings.with_target && settings.kl_temperature == 1.0 && settings.rows.iter().all(|r| r.ce == 0.0);
+        if settings.soft_targets && !is_soft {
+            bail!("vocab-loss: soft targets want target distributions at temperature 1, and rows without CE");
+        }
         for row in &settings.rows {
             if row.row >= hidden.count || row.target >= targets || row.label.is_some_and(|l| l as usize >= vocab) {
                 bail!("vocab-loss: {row:?} outside {} rows, {targets} targets, {vocab} tokens", hidden.count);
             }
         }
         Ok(())
+    }
+
+    /// As [`Op::row`], with soft targets.
+    fn soft_row(row: &LossRow, logits: &mut [f32], target: TargetRow<'_>) -> RowTerms {
+        let TargetRow { probabilities: q, missing, .. } = target;
+        let kept = 1.0 - missing;
+        let best = argmax(logits).map(|(best, _)| best as u32);
+        let product = dot(q, logits);
+        let log_sum = softmax(logits);
+        let (tv, signed) = distance(logits, q);
+        let (term, coefficient) =
+            if target.top.is_some() { (log_sum - product / kept, row.kl / kept) } else { (0.0, 0.0) };
+        gradient(logits, q, 0.0, row.tv, coefficient, signed, kept);
+        RowTerms { ce: 0.0, tv: tv + missing, kl: term, agrees: target.top.map(|top| best == Some(top)) }
     }
 
     /// Turns the logits of one row into the gradient with respect to them. `target` is there when distributions are wanted.
@@ -325,7 +353,10 @@ impl CustomOp3 for Op {
             let targets = &*targets;
             let terms: Vec<OnceLock<RowTerms>> = vec![OnceLock::new(); count];
             threads::for_each_chunk(logits, vocab, true, |i, logits| {
-                terms[i].get_or_init(|| self.row(&rows[i], logits, targets.row(i)));
+                terms[i].get_or_init(|| match targets.row(i) {
+                    Some(target) if settings.soft_targets => Self::soft_row(&rows[i], logits, target),
+                    target => self.row(&rows[i], logits, target),
+                });
             });
             let gradient = Matrix::new(logits, count, vocab);
             matmul(gradient, Matrix::new(head_weight, vocab, width), dhidden, false);

@@ -271,6 +271,38 @@ fn ragged_attention() {
 }
 
 #[test]
+fn ragged_attention_over_a_ring() {
+    for case in 0..8u64 {
+        let mut random = Random::new(case + 100);
+        let head_dim = [8, 33, 64, 128][case as usize % 4];
+        let heads = HeadLayout { heads: 4, kv_heads: 2, head_dim };
+        let (width, capacity, window) = (2 * head_dim, 96, random.size(1, 80));
+        // Positions far beyond the capacity, at any place in the ring.
+        let segments = [2, 0].map(|slot| Segment { slot, start: random.size(100, 1400), len: random.size(1, 7) });
+        let rows: usize = segments.iter().map(|s| s.len).sum();
+        let causal = case % 2 == 0;
+        let visibility = if causal { Visibility::Causal } else { Visibility::WholeSegment };
+        let window = Some(window);
+        let op = RaggedAttention { segments: segments.into(), capacity, heads, visibility, window };
+        let caches = cache_shapes(3, capacity, heads).map(|(rows, cols)| tensor(&random.values(rows * cols), rows));
+        let [keys, v_cache] = [0, 1].map(|i| Simt.upload(&values(&caches[i])).unwrap());
+        let [new_keys, new_values] = [(); 2].map(|()| random.values(rows * width));
+        op.store(&tensor(&new_keys, rows), &tensor(&new_values, rows), &caches[0], &caches[1]).unwrap();
+        let call = RaggedCall { segments: &segments, capacity, heads, causal, window };
+        for (side, new, cache) in [(CacheSide::Keys, &new_keys, &keys), (CacheSide::Values, &new_values, &v_cache)] {
+            device::attention::store(&Simt, &call, side, &Simt::view(new, width), Simt.address(cache)).unwrap();
+        }
+        let addresses = [Simt.address(&keys), Simt.address(&v_cache)];
+        let q = random.values(rows * heads.heads * head_dim);
+        let y = device::attention::ragged(&Simt, &call, &Simt::view(&q, heads.heads * head_dim), addresses).unwrap();
+        let expected = values(&op.forward(&tensor(&q, rows), &caches[0], &caches[1]).unwrap());
+        assert_eq!(Simt.download(&keys).unwrap(), values(&caches[0]), "stored keys");
+        assert_eq!(Simt.download(&v_cache).unwrap(), values(&caches[1]), "stored values");
+        assert_close("y", &Simt.download(&y).unwrap(), &expected, 1e-4);
+    }
+}
+
+#[test]
 fn block_attention() {
     let dims = [8, 20, 64, 80, 160, 33];
     for case in 0..12u64 {
@@ -412,6 +444,7 @@ fn vocabulary_loss() {
                 .collect(),
             kl_temperature,
             with_target,
+            soft_targets: false,
         };
         let at = |data: &[f32], rows: usize, cols: usize| {
             candle_core::Var::from_tensor(&Tensor::from_slice(data, (rows, cols), &Device::Cpu).unwrap()).unwrap()
@@ -458,13 +491,7 @@ fn vocabulary_loss_of_a_draft_vocabulary() {
             kl: 0.3,
         });
         let tokens_slice = Some(&tokens[..]);
-        let call = LossCall {
-            rows: &rows,
-            draft_tokens: tokens_slice,
-            kl_temperature: temperature,
-            with_target: true,
-            chunk_rows: None,
-        };
+        let call = LossCall { rows: &rows, draft_tokens: tokens_slice, kl_temperature: temperature, with_target: true };
         let matrix = |data: &[f32], rows: usize, cols: usize| Matrix::new(data.as_ptr() as u64, rows, cols);
         let heads = Heads {
             draft: matrix(&head, vocab, width),

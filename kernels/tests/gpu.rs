@@ -186,6 +186,7 @@ fn vocabulary_loss() {
                 rows: (0..60).map(row).collect(),
                 kl_temperature,
                 with_target: true,
+                soft_targets: false,
             };
             Ok(loss.forward(&t[0], &t[1], &t[2], &target)?.loss)
         });

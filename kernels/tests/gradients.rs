@@ -7,6 +7,7 @@ use candle_core::{Device, Result, Tensor, Var};
 use deepspec_kernels::attention::HeadLayout;
 use deepspec_kernels::attention::block::{BlockAttention, BlockSpan};
 use deepspec_kernels::attention::ragged::{RaggedAttention, Segment, Visibility, cache_shapes};
+use deepspec_kernels::attention::ttt::{StepKeys, TttAttention};
 use deepspec_kernels::linear::{Packed, Precision};
 use deepspec_kernels::rope::RopeFrequencies;
 use deepspec_kernels::vocab_loss::{LossRow, VocabLoss};
@@ -158,6 +159,54 @@ proptest! {
     }
 
     #[test]
+    fn ttt_attention_forward_and_gradient(
+        seed in any::<u64>(), lengths in prop::collection::vec(0usize..7, 1..4), steps in 1usize..5, fewer in any::<u64>(),
+        kv_heads in 1usize..3, group in 1usize..4, dim in 1usize..20,
+    ) {
+        let heads = HeadLayout { heads: kv_heads * group, kv_heads, head_dim: dim };
+        let count: usize = lengths.iter().sum();
+        // Some rows go on; the later keys first hold all of them.
+        let rows: Vec<usize> = (0..count).filter(|row| fewer >> row & 1 == 1).collect();
+        prop_assume!(!rows.is_empty());
+        let pattern = TttAttention::new(&lengths, heads);
+        let q = tensor(seed, rows.len(), heads.heads * dim);
+        let side = |side: u64| -> Vec<Tensor> {
+            (0..steps).map(|step| tensor(seed ^ ((side << 8) + step as u64 + 1), count, kv_heads * dim)).collect()
+        };
+        let (keys, values_of) = (side(1), side(2));
+        let run = |t: &[Tensor]| {
+            let mut held = StepKeys::default();
+            for step in 0..steps {
+                held.push(t[1 + step].clone(), t[1 + steps + step].clone());
+            }
+            held.narrow(&rows)?;
+            pattern.forward(&t[0], &rows, &held)
+        };
+        let inputs = [vec![q.clone()], keys.clone(), values_of.clone()].concat();
+        let y = values(&run(&inputs).unwrap());
+        let (qs, width) = (values(&q), heads.heads * dim);
+        let [ks, vs] = [&keys, &values_of].map(|side| side.iter().map(values).collect::<Vec<_>>());
+        for (place, &row) in rows.iter().enumerate() {
+            let starts = lengths.iter().scan(0, |end, len| { *end += len; Some(*end - len) });
+            let first = starts.filter(|start| *start <= row).max().unwrap();
+            // (step, row) of every visible key.
+            let seen: Vec<(usize, usize)> = (first..=row).map(|r| (0, r)).chain((1..steps).map(|s| (s, row))).collect();
+            for head in 0..heads.heads {
+                let at = |data: &[Vec<f32>], (s, r): (usize, usize), d| f64::from(data[s][(r * kv_heads + head / group) * dim + d]);
+                let dot = |key| (0..dim).map(|d| f64::from(qs[place * width + head * dim + d]) * at(&ks, key, d)).sum::<f64>();
+                let scores: Vec<f64> = seen.iter().map(|&key| dot(key) / (dim as f64).sqrt()).collect();
+                let total: f64 = scores.iter().map(|s| s.exp()).sum();
+                for d in 0..dim {
+                    let expected: f64 = seen.iter().zip(&scores).map(|(&key, s)| s.exp() / total * at(&vs, key, d)).sum();
+                    let got = f64::from(y[place * width + head * dim + d]);
+                    prop_assert!((got - expected).abs() < 1e-5, "row {} head {}: {} against {}", row, head, got, expected);
+                }
+            }
+        }
+        check_gradients(&inputs, |t| weighted(&run(t)?));
+    }
+
+    #[test]
     fn ragged_attention_sees_its_cache_and_nothing_else(
         seed in any::<u64>(), past in prop::array::uniform2(0usize..90), new in prop::array::uniform2(1usize..9),
         kv_heads in 1usize..3, group in prop::sample::select(vec![1usize, 2, 3, 5, 14]), dim in 1usize..70,
@@ -238,7 +287,7 @@ proptest! {
         let (target_packed, draft_packed) = (packed(&target_head), packed(&head));
         let run = |t: &[Tensor]| VocabLoss {
             target_head: target_packed.clone(), draft_head: draft_packed.clone(), draft_head_weight: head.clone(),
-            draft_tokens: (every > 0).then(|| tokens.clone().into()), rows: rows.clone(), kl_temperature, with_target,
+            draft_tokens: (every > 0).then(|| tokens.clone().into()), rows: rows.clone(), kl_temperature, with_target, soft_targets: false,
         }.forward(&t[0], &t[1], &t[2], &target);
         let inputs = [hidden.clone(), latent.clone(), w2.clone()];
         let out = run(&inputs).unwrap();
@@ -282,6 +331,58 @@ proptest! {
     }
 }
 
+proptest! {
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(16) })]
+
+    #[test]
+    fn soft_targets_match_f64_and_finite_differences(seed in any::<u64>(), every in 0usize..4, tv in prop::sample::select(vec![0f32, 0.5])) {
+        let (vocab, width, count, positions) = (29, 5, 6, 4);
+        // Every n-th token is the drafter's; 0 stands for no map.
+        let tokens: Vec<u32> = (0..vocab as u32).step_by(every.max(1)).collect();
+        let target_head = tensor(seed, vocab, width);
+        let head = target_head.index_select(&Tensor::new(tokens.as_slice(), &Device::Cpu).unwrap(), 0).unwrap();
+        let [hidden, target] = [(1, count), (2, positions)].map(|(n, rows)| (tensor(seed ^ n, rows, width) * 2.0).unwrap());
+        let rows: Vec<LossRow> = (0..count)
+            .map(|row| LossRow { row, target: row * 5 % positions, label: None, ce: 0.0, tv, kl: 0.3 + row as f32 * 0.1 })
+            .collect();
+        let packed = |t: &Tensor| Arc::new(Packed::new(&[&values(t)], width, None, Precision::F32).unwrap());
+        let (target_packed, draft_packed) = (packed(&target_head), packed(&head));
+        let [latent, w2] = [count, tokens.len()].map(|rows| Tensor::zeros((rows, 0), candle_core::DType::F32, &Device::Cpu).unwrap());
+        let run = |t: &[Tensor]| VocabLoss {
+            target_head: target_packed.clone(), draft_head: draft_packed.clone(), draft_head_weight: head.clone(),
+            draft_tokens: (every > 0).then(|| tokens.clone().into()), rows: rows.clone(), kl_temperature: 1.0,
+            with_target: true, soft_targets: true,
+        }.forward(&t[0], &latent, &w2, &target);
+        let out = run(std::slice::from_ref(&hidden)).unwrap();
+        let (e, h, th) = (values(&target_head), values(&hidden), values(&target));
+        let logits = |x: &[f32], row: usize| -> Vec<f64> {
+            let at = |v: usize| (0..width).map(|d| f64::from(x[row * width + d]) * f64::from(e[v * width + d])).sum();
+            (0..vocab).map(at).collect()
+        };
+        let softmax = |logits: &[f64]| -> Vec<f64> {
+            let total: f64 = logits.iter().map(|u| u.exp()).sum();
+            logits.iter().map(|u| u.exp() / total).collect()
+        };
+        let best = |row: &[f64]| (0..row.len()).max_by(|&a, &b| row[a].total_cmp(&row[b])).unwrap();
+        let mut expected_loss = 0.0;
+        for (row, terms) in rows.iter().zip(&out.terms) {
+            let (u, t) = (logits(&h, row.row), logits(&th, row.target));
+            let draft = |all: &[f64]| -> Vec<f64> { tokens.iter().map(|&v| all[v as usize]).collect() };
+            let (p, q, whole) = (softmax(&draft(&u)), softmax(&draft(&t)), softmax(&t));
+            let covered = tokens.binary_search(&(best(&t) as u32)).ok();
+            let soft: f64 = if covered.is_some() { p.iter().zip(&q).map(|(p, q)| -q * p.ln()).sum() } else { 0.0 };
+            prop_assert!((f64::from(terms.kl) - soft).abs() < 1e-4, "{} against {}", terms.kl, soft);
+            prop_assert_eq!(terms.agrees, covered.map(|top| top == best(&p)));
+            let missing = 1.0 - draft(&whole).iter().sum::<f64>();
+            let distance: f64 = missing + p.iter().zip(draft(&whole)).map(|(p, q)| (p - q).abs()).sum::<f64>();
+            prop_assert!((f64::from(terms.tv) - distance).abs() < 1e-4);
+            expected_loss += f64::from(row.kl) * soft + f64::from(row.tv) * distance;
+        }
+        prop_assert!((f64::from(values(&out.loss)[0]) - expected_loss).abs() < 1e-4 * expected_loss.abs().max(1.0));
+        check_gradients(&[hidden], |t| Ok(run(t)?.loss));
+    }
+}
+
 /// The loss and its gradients over more rows than a chunk holds of the large vocabulary, with and without a map.
 #[test]
 fn a_map_of_all_tokens_changes_no_bit_and_a_bad_one_is_refused() {
@@ -306,6 +407,7 @@ fn a_map_of_all_tokens_changes_no_bit_and_a_bad_one_is_refused() {
             rows,
             kl_temperature,
             with_target: true,
+            soft_targets: false,
         };
         let out = loss.forward(&vars[0], &vars[1], &vars[2], &target)?;
         let grads = out.loss.backward()?;

@@ -79,6 +79,25 @@ pub fn replace_folder(dir: impl AsRef<Path>, write: impl FnOnce(&Path) -> Result
 /// # Errors
 /// A tensor is not f32, f16, bf16, i64 or u8, two share a name, or the disk refuses.
 pub fn write_tensors(path: &Path, tensors: &[(impl AsRef<str>, Tensor)]) -> Result<()> {
+    let by_name = contiguous(path, tensors)?;
+    safetensors::serialize_to_file(views(&by_name), Some(metadata()), path)
+        .map_err(|source| Error::Safetensors { path: path.into(), source: Box::new(source) })?;
+    fs_err::OpenOptions::new().write(true).open(path)?.sync_all()?;
+    Ok(())
+}
+
+/// The weights of a checkpoint with these tensors, without one on the disk: what reading it back would give.
+///
+/// # Errors
+/// As [`write_tensors`].
+pub fn in_memory(name: &str, tensors: &[(impl AsRef<str>, Tensor)]) -> Result<Weights> {
+    let by_name = contiguous(Path::new(name), tensors)?;
+    let bytes = safetensors::serialize(views(&by_name), Some(metadata()))
+        .map_err(|source| Error::Safetensors { path: name.into(), source: Box::new(source) })?;
+    Weights::from_bytes(name, bytes, DType::F32, &Device::Cpu)
+}
+
+fn contiguous<'a>(path: &Path, tensors: &'a [(impl AsRef<str>, Tensor)]) -> Result<HashMap<&'a str, Tensor>> {
     let mut by_name = HashMap::new();
     for (name, tensor) in tensors {
         let name = name.as_ref();
@@ -99,12 +118,15 @@ pub fn write_tensors(path: &Path, tensors: &[(impl AsRef<str>, Tensor)]) -> Resu
             return Err(Error::ShardIndex { path: path.into(), tensor: name.into(), problem });
         }
     }
-    let metadata = HashMap::from([("format".to_string(), "pt".to_string())]);
-    let stored = by_name.iter().map(|(name, tensor)| (name, Stored { tensor, storage: tensor.storage_and_layout().0 }));
-    safetensors::serialize_to_file(stored, Some(metadata), path)
-        .map_err(|source| Error::Safetensors { path: path.into(), source: Box::new(source) })?;
-    fs_err::OpenOptions::new().write(true).open(path)?.sync_all()?;
-    Ok(())
+    Ok(by_name)
+}
+
+fn views<'a>(by_name: &'a HashMap<&'a str, Tensor>) -> impl Iterator<Item = (&'a &'a str, impl View)> {
+    by_name.iter().map(|(name, tensor)| (name, Stored { tensor, storage: tensor.storage_and_layout().0 }))
+}
+
+fn metadata() -> HashMap<String, String> {
+    HashMap::from([("format".to_string(), "pt".to_string())])
 }
 
 /// A contiguous tensor as a file holds it, with its storage held for reading.

@@ -1,18 +1,24 @@
 //! Configuration of target models, read from a Hugging Face `config.json` or from GGUF metadata.
 //!
 //! Everything that would change the numbers and is not implemented is refused by name instead of being ignored.
-//! The drafter's own configuration is in [`draft`], rotary embeddings in [`rope`].
+//! Configurations of drafters are in [`draft`], [`eagle3`] and [`drafter`], rotary embeddings in [`rope`].
 
 pub mod draft;
+pub mod drafter;
+pub mod eagle3;
 mod fields;
+mod moe;
 pub mod rope;
 
 use std::path::Path;
 
 use serde_json::{Map, Value, json};
 
-pub use self::draft::{DraftConfig, MarkovHeadType};
+pub use self::draft::{BlockLayout, DraftConfig, MarkovHeadType};
+pub use self::drafter::DrafterConfig;
+pub use self::eagle3::Eagle3Config;
 use self::fields::Fields;
+pub use self::moe::MoeConfig;
 pub use self::rope::{RopeConfig, RopeScaling};
 use crate::error::{Error, Result};
 use crate::gguf::Gguf;

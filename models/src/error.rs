@@ -72,6 +72,33 @@ pub enum Error {
         architecture: String,
     },
 
+    /// A folder holds no drafter checkpoint of a known layout, or one that fits several.
+    #[error("`{}` is a drafter checkpoint of {}: found {found}", path.display(), fits_text(fits))]
+    Layout {
+        /// Checkpoint.
+        path: PathBuf,
+        /// Layouts that fit.
+        fits: Vec<&'static str>,
+        /// Architectures, keys and tensor names that tell.
+        found: String,
+    },
+    /// A checkpoint format has no way to say something about the drafter.
+    #[error("format `{format}` cannot hold this drafter: {problem}")]
+    NotExpressible {
+        /// Format that was asked for.
+        format: &'static str,
+        /// What it lacks, and why that matters.
+        problem: String,
+    },
+    /// A checkpoint leaves a tensor to the target, and the target is not known.
+    #[error("`{}` does not store `{tensor}`, it is the target's", path.display())]
+    NotStored {
+        /// Checkpoint.
+        path: PathBuf,
+        /// Name in the reference's layout.
+        tensor: &'static str,
+    },
+
     // ---- weights ----
     /// A weight file is damaged, truncated or made to mislead.
     #[error("`{}` is corrupt at byte {offset} ({at}): {problem}", path.display())]
@@ -217,6 +244,11 @@ pub enum Error {
     },
 }
 
+/// For the message of [`Error::Layout`].
+fn fits_text(fits: &[&str]) -> String {
+    if fits.is_empty() { "no known layout".into() } else { format!("several layouts at once ({})", fits.join(", ")) }
+}
+
 impl From<candle_core::Error> for Error {
     fn from(source: candle_core::Error) -> Self {
         Self::Tensor { context: "tensor operation failed".into(), source: Box::new(source) }
@@ -250,6 +282,13 @@ impl Error {
                 "add `sample_from_anchor` to its config.json: true when all `block_size` slots predict (anchor first), \
                  false when slot 0 is the known token (1+N)"
             }
+            Self::Layout { .. } => {
+                "layouts that are read: deepspec (the reference's), z-lab, speculators, SGLang, SpecForge and EAGLE-3 (`midlayer`)"
+            }
+            Self::NotExpressible { .. } => {
+                "format `deepspec` holds every drafter; for engines train with `draft.qk_norm = true` and dense layers"
+            }
+            Self::NotStored { .. } => "name the target that the drafter was trained for",
             Self::Corrupt { .. } | Self::Safetensors { .. } => "download or write the file again",
             Self::ShardIndex { .. } => "download all shards and the index from the same revision",
             Self::TensorMissing { .. } | Self::TensorShape { .. } | Self::TensorsUnused { .. } => {

@@ -6,6 +6,7 @@ pub mod checkpoint;
 pub mod config;
 pub mod draft;
 pub mod error;
+pub mod formats;
 pub mod gguf;
 pub mod kv_cache;
 pub mod loss;

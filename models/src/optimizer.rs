@@ -2,7 +2,7 @@
 //!
 //! It holds trainable tensors only, in order of their names, with f32 master weights and moments.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use candle_core::backprop::GradStore;
 use candle_core::{Device, Tensor};
@@ -46,8 +46,21 @@ impl Gradients {
     /// # Errors
     /// [`Error::NoGradient`] when a parameter has none: it would silently never train.
     pub fn add(&mut self, parameters: &Parameters, store: &GradStore) -> Result<()> {
+        self.add_with_idle(parameters, store, &BTreeSet::new())
+    }
+
+    /// As [`add`](Self::add), where the `idle` parameters took no part in the pass: those without a gradient have one of zeros.
+    ///
+    /// # Errors
+    /// [`Error::NoGradient`] when another parameter has none.
+    pub fn add_with_idle(&mut self, parameters: &Parameters, store: &GradStore, idle: &BTreeSet<String>) -> Result<()> {
         for (name, var) in parameters.iter() {
-            let grad = store.get(var).ok_or_else(|| Error::NoGradient { parameter: name.into() })?;
+            let grad = match store.get(var) {
+                Some(grad) => grad,
+                None if !idle.contains(name) => return Err(Error::NoGradient { parameter: name.into() }),
+                None if self.sums.contains_key(name) => continue,
+                None => &var.zeros_like()?,
+            };
             match self.sums.get_mut(name) {
                 Some(sum) => *sum = (&*sum + grad)?,
                 None => {

@@ -17,6 +17,9 @@ use crate::error::{Error, Result};
 use crate::kv_cache::KvCache;
 use crate::weights::Weights;
 
+/// Rows of the MLP that a CPU works through at a time.
+const MLP_ROWS: usize = 192;
+
 /// New tokens of one sequence in a batch.
 #[derive(Debug, Clone, Copy)]
 pub struct NewTokens<'a> {
@@ -299,10 +302,24 @@ impl DecoderLayer {
         attention.store(&angles.apply(&k)?, &v, keys, values)?;
         let mixed = attention.forward(&angles.apply(&q)?, keys, values)?;
         let (x, normed) = add_rms_norm(x, &self.o_proj.forward(&mixed)?, &self.post_attention_layernorm, eps)?;
-        let gate_up = self.gate_up_proj.forward(&normed)?;
-        let width = gate_up.dims()[1] / 2;
-        let activated = silu_mul(&gate_up.narrow(1, 0, width)?, &gate_up.narrow(1, width, width)?)?;
-        Ok(add_rms_norm(&x, &self.down_proj.forward(&activated)?, next_norm, eps)?)
+        Ok(add_rms_norm(&x, &self.mlp(&normed)?, next_norm, eps)?)
+    }
+
+    /// The MLP; on a CPU a limited number of rows at a time, so that its wide rows stay in the cache.
+    fn mlp(&self, x: &Tensor) -> Result<Tensor> {
+        let rows = x.dims()[0];
+        let part = |first: usize, count: usize| -> Result<Tensor> {
+            let gate_up = self.gate_up_proj.forward(&x.narrow(0, first, count)?)?;
+            let width = gate_up.dims()[1] / 2;
+            let activated = silu_mul(&gate_up.narrow(1, 0, width)?, &gate_up.narrow(1, width, width)?)?;
+            Ok(self.down_proj.forward(&activated)?)
+        };
+        if rows <= MLP_ROWS || !x.device().is_cpu() {
+            return part(0, rows);
+        }
+        let firsts = (0..rows).step_by(MLP_ROWS);
+        let parts: Vec<Tensor> = firsts.map(|first| part(first, MLP_ROWS.min(rows - first))).collect::<Result<_>>()?;
+        Ok(Tensor::cat(&parts, 0)?)
     }
 }
 

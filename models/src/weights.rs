@@ -4,16 +4,20 @@
 //! ([`Weights::finish`]), so that a missing, misshapen, mistyped or unused tensor is an error that names it. Called by the target
 //! families, the drafters and [`crate::checkpoint`].
 
+mod assemble;
+
 use std::collections::BTreeMap;
-use std::ops::Range;
+use std::ops::{Deref, Range};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use candle_core::{DType, Device, Tensor};
 use memmap2::Mmap;
+use safetensors::tensor::TensorInfo;
 use safetensors::{Dtype, SafeTensors};
 
+pub(crate) use self::assemble::Part;
 use crate::config::{Family, TargetConfig, read_json};
 use crate::error::{Error, Result};
 use crate::gguf::{Gguf, map_file};
@@ -45,10 +49,10 @@ struct Entry {
     used: AtomicBool,
 }
 
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 enum Place {
     Shard {
-        map: Arc<Mmap>,
+        bytes: Arc<Bytes>,
         range: Range<usize>,
         dtype: Dtype,
     },
@@ -58,6 +62,24 @@ enum Place {
         /// Number of heads whose rows stand in interleaved order.
         interleaved_heads: Option<usize>,
     },
+}
+
+/// A safetensors file: mapped, or one that was never written.
+#[derive(Debug)]
+enum Bytes {
+    File(Mmap),
+    Memory(Vec<u8>),
+}
+
+impl Deref for Bytes {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        match self {
+            Self::File(map) => map,
+            Self::Memory(bytes) => bytes,
+        }
+    }
 }
 
 impl Weights {
@@ -101,11 +123,7 @@ impl Weights {
         let mut entries = BTreeMap::new();
         for file in &files {
             let path = folder.join(file);
-            let map = Arc::new(map_file(&path)?);
-            let fail = |source| Error::Safetensors { path: path.clone(), source: Box::new(source) };
-            let (header, metadata) = SafeTensors::read_metadata(&map).map_err(fail)?;
-            let data_start = size_of::<u64>() + header;
-            for (name, info) in metadata.tensors() {
+            for (name, entry) in shard_entries(&path, Bytes::File(map_file(&path)?))? {
                 if let Some(listed) = index.as_ref().map(|index| index.get(&name))
                     && listed != Some(file)
                 {
@@ -115,10 +133,7 @@ impl Weights {
                     };
                     return Err(disagree(&path, &name, problem));
                 }
-                let (start, end) = info.data_offsets;
-                let range = data_start + start..data_start + end;
-                let place = Place::Shard { map: Arc::clone(&map), range, dtype: info.dtype };
-                entries.insert(name, Entry::new(info.shape.clone(), place));
+                entries.insert(name, entry);
             }
         }
         if let Some((name, file)) = index.iter().flatten().find(|(name, _)| !entries.contains_key(*name)) {
@@ -126,6 +141,16 @@ impl Weights {
             return Err(disagree(&folder.join(INDEX_FILE), name, problem));
         }
         Ok(Self { path: folder.into(), dtype, device: device.clone(), entries })
+    }
+
+    /// Takes the content of a safetensors file that is not on the disk; `name` stands for its path in messages.
+    ///
+    /// # Errors
+    /// The bytes are no safetensors file.
+    pub fn from_bytes(name: &str, bytes: Vec<u8>, dtype: DType, device: &Device) -> Result<Self> {
+        let path = PathBuf::from(name);
+        let entries = shard_entries(&path, Bytes::Memory(bytes))?.into_iter().collect();
+        Ok(Self { path, dtype, device: device.clone(), entries })
     }
 
     /// Takes the tensors of a GGUF file under their Hugging Face names. Architecture `llama` stores the rows of q and k in the order
@@ -188,7 +213,7 @@ impl Weights {
         let entry = self.entry(name, shape)?;
         let context = || Error::tensor(format!("cannot load tensor `{name}` of `{}`", self.path.display()));
         let tensor = match &entry.place {
-            Place::Shard { map, range, dtype } => {
+            Place::Shard { bytes, range, dtype } => {
                 let stored = match dtype {
                     Dtype::F32 => DType::F32,
                     Dtype::F16 => DType::F16,
@@ -202,7 +227,7 @@ impl Weights {
                         });
                     }
                 };
-                Tensor::from_raw_buffer(&map[range.clone()], stored, shape, &self.device)
+                Tensor::from_raw_buffer(&bytes[range.clone()], stored, shape, &self.device)
                     .and_then(|tensor| tensor.to_dtype(self.dtype))
                     .map_err(context())?
             }
@@ -229,8 +254,8 @@ impl Weights {
             let (path, tensor) = (self.path.clone(), name.into());
             Err(Error::TensorDtype { path, tensor, found, expected: "I64, I32, U8 or BOOL" })
         };
-        let Place::Shard { map, range, dtype } = &entry.place else { return refuse(entry.stored().1) };
-        let bytes = &map[range.clone()];
+        let Place::Shard { bytes, range, dtype } = &entry.place else { return refuse(entry.stored().1) };
+        let bytes = &bytes[range.clone()];
         let numbers = match dtype {
             Dtype::I64 => bytes.as_chunks().0.iter().map(|bytes| i64::from_le_bytes(*bytes)).collect(),
             Dtype::I32 => bytes.as_chunks().0.iter().map(|bytes| i32::from_le_bytes(*bytes).into()).collect(),
@@ -266,10 +291,7 @@ impl Weights {
     /// Tensors were not asked for; all are named. Rotary frequency buffers may stay unused.
     pub fn finish(&self) -> Result<()> {
         let unused = self.entries.iter().filter(|(_, entry)| !entry.used.load(Ordering::Relaxed));
-        let tensors: Vec<String> = unused
-            .map(|(name, _)| name.clone())
-            .filter(|name| !DERIVED_BUFFERS.iter().any(|buffer| name.ends_with(buffer)))
-            .collect();
+        let tensors: Vec<String> = unused.map(|(name, _)| name.clone()).filter(|name| !is_derived(name)).collect();
         if tensors.is_empty() { Ok(()) } else { Err(Error::TensorsUnused { path: self.path.clone(), tensors }) }
     }
 
@@ -308,13 +330,31 @@ impl Entry {
     /// Bytes and type of a tensor as stored.
     fn stored(&self) -> (&[u8], String) {
         match &self.place {
-            Place::Shard { map, range, dtype } => (&map[range.clone()], format!("{dtype:?}")),
+            Place::Shard { bytes, range, dtype } => (&bytes[range.clone()], format!("{dtype:?}")),
             Place::Gguf { file, name, .. } => {
                 let bytes = file.tensor_bytes(name).unwrap_or_default();
                 (bytes, file.tensor_info(name).map_or_else(String::new, |info| format!("ggml {}", info.type_id)))
             }
         }
     }
+}
+
+/// Whether a tensor is a buffer that follows from the config, so that it need not be read.
+pub(crate) fn is_derived(name: &str) -> bool {
+    DERIVED_BUFFERS.iter().any(|buffer| name.ends_with(buffer))
+}
+
+/// The tensors of a safetensors file.
+fn shard_entries(path: &Path, bytes: Bytes) -> Result<Vec<(String, Entry)>> {
+    let fail = |source| Error::Safetensors { path: path.into(), source: Box::new(source) };
+    let (header, metadata) = SafeTensors::read_metadata(&bytes).map_err(fail)?;
+    let (data_start, bytes) = (size_of::<u64>() + header, Arc::new(bytes));
+    let entry = |(name, info): (String, &TensorInfo)| {
+        let (start, end) = info.data_offsets;
+        let range = data_start + start..data_start + end;
+        (name, Entry::new(info.shape.clone(), Place::Shard { bytes: Arc::clone(&bytes), range, dtype: info.dtype }))
+    };
+    Ok(metadata.tensors().into_iter().map(entry).collect())
 }
 
 /// Tensor name to shard file name.

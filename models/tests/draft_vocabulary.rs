@@ -205,7 +205,7 @@ fn run(pair: &Pair, parameters: Parameters, vocabulary: Option<DraftVocabulary>,
     let rows = batch.iter().map(|(tokens, ..)| tokens.len()).sum();
     let (features, target) = (random(20, rows, 2 * HIDDEN), random(21, rows, HIDDEN));
     let supervision =
-        Supervision::new(&sequences, &masks, config.block_size, 6, Some(4.0), vocabulary.as_ref()).unwrap();
+        Supervision::new(&sequences, &masks, config.proposals(), 6, Some(4.0), vocabulary.as_ref()).unwrap();
     let packed = Packed::new(&[&flat(&pair.lm_head)], HIDDEN, None, Precision::F32).unwrap();
     let head = LossHead::new(&pair.lm_head, Arc::new(packed), vocabulary).unwrap();
     let drafter = DSpark::new(config, pair.embed.clone(), ParameterSource::Trainable(&parameters)).unwrap();
@@ -345,7 +345,7 @@ fn proposals(drafter: &DSpark, target_head: &Linear, sampling: SamplingParams, p
     }
     let request = |slot| {
         let (tokens, most) = (prompts[slot], 4 - slot);
-        DraftRequest { slot, tokens, most, sampling: &sampling, seed: 5, round: 0 }
+        DraftRequest { slot, tokens, most, stop_ids: &[], sampling: &sampling, seed: 5, round: 0 }
     };
     let requests: Vec<DraftRequest<'_>> = (0..prompts.len()).map(request).collect();
     proposer.propose(&requests).unwrap()

@@ -1,4 +1,5 @@
-//! Values of the Python reference: target, DSpark forward, losses, metrics, every gradient, optimiser steps.
+//! Values of the Python reference: target; forward, losses, metrics and every gradient of DSpark with each head and of DFlash;
+//! optimiser steps.
 //!
 //! Sizes and hyperparameters come from the files. `DEEPSPEC_GOLDEN` names another folder of the same layout.
 #![expect(
@@ -214,7 +215,7 @@ impl Set {
         let masks: Vec<&[u8]> = self.masks.iter().map(Vec::as_slice).collect();
         let config = self.drafter.config();
         let supervision =
-            Supervision::new(&sequences, &masks, config.block_size, config.mask_token_id, weights.decay_gamma, None)
+            Supervision::new(&sequences, &masks, config.proposals(), config.mask_token_id, weights.decay_gamma, None)
                 .unwrap();
         let target_hidden = self.ragged("in.target_last_hidden_states");
         let denominators = supervision.weights;
@@ -278,14 +279,23 @@ fn check_set(name: &str) {
             (0..size).map(move |k| anchor.and_then(|a| tokens.get(a + k).copied()).unwrap_or(0)).collect::<Vec<_>>()
         })
         .collect();
-    if let Some(markov) = set.drafter.markov_head() {
-        logits = (logits + markov.bias(&markov.latent(&previous).unwrap()).unwrap()).unwrap();
+    let embedding = set.drafter.markov_head().map(|markov| markov.embedding(&previous).unwrap());
+    if let (Some(markov), Some(embedding)) = (set.drafter.markov_head(), &embedding) {
+        let latents = markov.block_latents(embedding, &hidden, size).unwrap();
+        logits = (logits + markov.bias(&latents).unwrap()).unwrap();
     }
     let vocab = set.drafter.config().body.vocab_size;
     let (got, expected) = (floats(&logits.detach()), floats(&set.data["out.draft_logits"]));
     for slot in &supervision.slots {
         let row = slot.row * vocab..(slot.row + 1) * vocab;
         close("draft_logits", &got[row.clone()], &expected[row], 1e-4, 1e-4);
+    }
+    if let Some(head) = set.drafter.confidence_head() {
+        let got = floats(&head.logits(&hidden, embedding.as_ref()).unwrap().detach());
+        let expected = floats(&set.data["out.confidence_pred"]);
+        for slot in &supervision.slots {
+            close("confidence_pred", &[got[slot.row]], &[expected[slot.row]], 1e-4, 1e-4);
+        }
     }
 
     set.check_metrics(&weights, &loss, &set.summary);
@@ -324,6 +334,26 @@ fn check_set(name: &str) {
 #[test]
 fn golden_dspark_vanilla_forward_losses_metrics_and_gradients() {
     check_set("dspark_vanilla");
+}
+
+#[test]
+fn golden_dspark_vanilla_noconf_forward_losses_metrics_and_gradients() {
+    check_set("dspark_vanilla_noconf");
+}
+
+#[test]
+fn golden_dspark_gated_forward_losses_metrics_and_gradients() {
+    check_set("dspark_gated");
+}
+
+#[test]
+fn golden_dspark_rnn_forward_losses_metrics_and_gradients() {
+    check_set("dspark_rnn");
+}
+
+#[test]
+fn golden_dflash_forward_losses_metrics_and_gradients() {
+    check_set("dflash");
 }
 
 fn check_optimizer_run(run: &str) {

@@ -953,6 +953,7 @@ fn tiny_draft() -> DraftConfig {
         markov_head_type: Some(MarkovHeadType::Gated),
         sample_from_anchor: true,
         sliding_window: None,
+        moe: None,
     }
 }
 
@@ -991,8 +992,22 @@ fn block_layout_is_told_inferred_or_refused() {
     let mut json = tiny_draft().to_json();
     json.as_object_mut().unwrap().remove("sample_from_anchor");
     assert!(parse_draft(&json).unwrap().sample_from_anchor);
-    for architecture in ["DFlashDraftModel", "DSparkDraftModel"] {
+    for (architecture, model_type, from_anchor) in [
+        ("DFlashDraftModel", Value::Null, false),
+        ("DFlashDraftModel", json!("dflash"), false),
+        ("DSparkDraftModel", json!("dspark"), true),
+        ("DSparkSpeculator", json!("dspark"), true),
+        ("DFlashSpeculator", json!("dflash"), false),
+    ] {
         json["architectures"] = json!([architecture]);
+        json["speculators_model_type"] = model_type;
+        assert_eq!(parse_draft(&json).unwrap().sample_from_anchor, from_anchor, "{architecture}");
+    }
+    for (architecture, model_type) in
+        [("DSparkDraftModel", Value::Null), ("DFlashSpeculator", Value::Null), ("Qwen3DSparkModel", json!("peagle"))]
+    {
+        json["architectures"] = json!([architecture]);
+        json["speculators_model_type"] = model_type;
         let error = parse_draft(&json).unwrap_err();
         assert!(matches!(&error, Error::AmbiguousLayout { .. }) && error.to_string().contains(architecture), "{error}");
         assert!(error.hint().unwrap().contains("sample_from_anchor"));
@@ -1123,4 +1138,27 @@ fn smollm2_gguf_loads_whole() {
     let tensors = load_all(&weights, &config).unwrap();
     assert!(tensors.iter().all(|(_, tensor)| flat(tensor).iter().all(|value| value.is_finite())));
     assert_eq!(weights.fingerprint(&config), weights.fingerprint(&TargetConfig::open(&path).unwrap()));
+}
+
+#[test]
+fn a_checkpoint_in_memory_is_read_as_one_on_the_disk() {
+    let folder = tempfile::tempdir().unwrap();
+    let tensors = [
+        ("a.weight", Tensor::arange(0f32, 6.0, &Device::Cpu).unwrap().reshape((2, 3)).unwrap()),
+        ("d2t", Tensor::new(&[3i64, 5], &Device::Cpu).unwrap()),
+        ("t2d", Tensor::new(&[1u8, 0, 1], &Device::Cpu).unwrap()),
+    ];
+    checkpoint::write_tensors(&folder.path().join("model.safetensors"), &tensors).unwrap();
+    let on_disk = Weights::from_folder(folder.path(), DType::F32, &Device::Cpu).unwrap();
+    let in_memory = checkpoint::in_memory("unsaved", &tensors).unwrap();
+    for weights in [&on_disk, &in_memory] {
+        let rows: Vec<Vec<f32>> = weights.get("a.weight", &[2, 3]).unwrap().to_vec2().unwrap();
+        assert_eq!(rows, [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]);
+        assert_eq!(weights.integers("d2t", &[2]).unwrap(), [3, 5]);
+        assert_eq!(weights.integers("t2d", &[3]).unwrap(), [1, 0, 1]);
+        weights.finish().unwrap();
+    }
+    let error = in_memory.get("b.weight", &[1]).unwrap_err().to_string();
+    assert!(error.contains("unsaved") && error.contains("b.weight"), "{error}");
+    assert!(Weights::from_bytes("cut", vec![9; 7], DType::F32, &Device::Cpu).is_err());
 }

@@ -69,6 +69,14 @@ pub enum Error {
         /// What to do.
         hint: Option<String>,
     },
+    /// The table of confidence temperatures beside a checkpoint cannot be used.
+    #[error("calibration `{}`: {problem}", path.display())]
+    Calibration {
+        /// The file.
+        path: PathBuf,
+        /// Field, value found and what is expected.
+        problem: String,
+    },
     /// Something does not fit into memory.
     #[error("{what} need {:.2} GB of memory, {:.2} GB are available", *needed as f64 / 1e9, *available as f64 / 1e9)]
     Memory {
@@ -122,6 +130,10 @@ impl Error {
         match self {
             Self::Interrupted { .. } => Some("run the same command again to go on from there".into()),
             Self::ModelSource { hint, .. } | Self::RunDir { hint, .. } | Self::Mismatch { hint, .. } => hint.clone(),
+            Self::Calibration { .. } => Some(
+                "fit it again with `deepspec eval --calibrate`, or do without it: `--set eval.calibration=false`"
+                    .into(),
+            ),
             Self::Memory { hint, .. } => Some(hint.clone()),
             Self::Model(error) => error.hint(),
             Self::Dataset(error) => error.hint(),

@@ -3,10 +3,12 @@
 //! Each stage takes a [`recipe::Recipe`], a run folder and a [`progress::Context`], and returns a typed outcome. Nothing
 //! here prints, exits or reads the environment.
 
+pub mod calibration;
 pub mod drafter;
 pub mod engine;
 pub mod error;
 pub mod eval;
+pub mod export;
 pub mod model_source;
 pub mod prepare;
 pub mod progress;

@@ -4,7 +4,8 @@
 
 use std::path::PathBuf;
 
-use crate::drafter::load_drafter;
+use crate::calibration;
+use crate::drafter::load_drafter_for;
 use crate::error::Result;
 use crate::eval::{self, EvalOutcome};
 use crate::prepare::{self, PrepareOutcome};
@@ -40,7 +41,10 @@ pub fn run(
 ) -> Result<QuickstartOutcome> {
     let prepare = prepare::run(recipe, run, &model.target, &model.text.renderer, &model.fingerprint, ctx)?;
     let train = train::run(recipe, run, model, ctx)?;
-    let drafter = load_drafter(&train.checkpoint, model.target.config(), recipe.draft.precision)?;
+    let mut drafter = load_drafter_for(&train.checkpoint, model, recipe.draft.precision)?;
+    if recipe.eval.calibration {
+        drafter = calibration::attach(drafter, &train.checkpoint, ctx)?;
+    }
     let reports = run.eval();
     let renderer = &model.text.renderer;
     let eval = eval::run(recipe, &reports, &model.target, Some(&drafter), renderer, provenance, ctx)?;

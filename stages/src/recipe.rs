@@ -144,8 +144,15 @@ pub struct DraftRecipe {
     pub algorithm: Algorithm,
     /// Decoder layers of the drafter.
     pub num_layers: usize,
-    /// Tokens proposed per round, the paper's γ.
+    /// Input rows per block: the tokens proposed per round, the paper's γ, or with `sample_from_anchor = false` one more.
     pub block_size: usize,
+    /// Steps of training-time test, for `eagle3` alone and the same as `block_size`. Optional: none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ttt_length: Option<usize>,
+    /// Block layout. True: every row predicts the token after its position. False, 1+N: the anchor's row predicts nothing and
+    /// every other row the token at its own position. Optional: true.
+    #[serde(default = "anchor_first_by_default")]
+    pub sample_from_anchor: bool,
     /// Number of tokens that the drafter can propose: the most frequent ones of the answers. Fewer make it cheaper to train
     /// and to draft with; the output does not depend on it. Optional: the target's whole vocabulary.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -170,6 +177,34 @@ pub struct DraftRecipe {
     /// Number of last context tokens that the drafter attends to. Optional: all.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub sliding_window: Option<usize>,
+    /// Routed experts in the place of each draft layer's MLP. Optional: MLPs like the target's. With it, `experts_per_token`
+    /// and `moe_intermediate_size` must be there.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub num_experts: Option<usize>,
+    /// Routed experts that each token goes to. Optional, see `num_experts`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub experts_per_token: Option<usize>,
+    /// Width inside a routed expert. Optional, see `num_experts`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub moe_intermediate_size: Option<usize>,
+    /// An expert that serves every token beside the routed ones: `true` for one as wide as the target's MLP, which can start from it,
+    /// or its width. Optional: none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub shared_expert: Option<SharedExpert>,
+}
+
+/// Width of the shared expert.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(untagged, expecting = "expected true, false or a width")]
+pub enum SharedExpert {
+    /// As wide as the target's MLP, or none.
+    AsTarget(bool),
+    /// Of this width.
+    Width(usize),
+}
+
+fn anchor_first_by_default() -> bool {
+    true
 }
 
 /// Kind of drafter.
@@ -180,6 +215,8 @@ pub enum Algorithm {
     Dspark,
     /// The parallel backbone alone: rank 0 and no confidence head.
     Dflash,
+    /// One decoder layer that drafts token after token, trained by training-time test.
+    Eagle3,
 }
 
 /// Form of the Markov head.
@@ -188,6 +225,10 @@ pub enum Algorithm {
 pub enum MarkovHead {
     /// Bias from the previous token alone.
     Vanilla,
+    /// The same, scaled by a gate of the hidden row and the previous token.
+    Gated,
+    /// Bias from a state that remembers all tokens of the block.
+    Rnn,
 }
 
 /// `[init]`: what the drafter starts from.
@@ -218,7 +259,7 @@ pub enum LayersInit {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum MarkovInit {
-    /// Random, with no effect on the logits at first.
+    /// Random and small, with hardly any effect on the logits at first.
     Random,
     /// Low-rank factors of the target's bigram logits.
     Bigram,
@@ -238,7 +279,7 @@ pub struct TrainRecipe {
     pub batch_size: usize,
     /// Sequences per forward and backward pass; divides `batch_size`.
     pub micro_batch_size: usize,
-    /// Anchors drawn per sequence; fewer where a sequence has fewer.
+    /// Anchors drawn per sequence; fewer where a sequence has fewer. 0 for `eagle3`, which is trained at every position.
     pub num_anchors: usize,
     /// Peak learning rate.
     pub lr: f64,
@@ -250,16 +291,38 @@ pub struct TrainRecipe {
     pub max_grad_norm: f64,
     /// Slot k of a block weighs exp(−k / this); 0 = all the same.
     pub loss_decay_gamma: f64,
+    /// Weight of the routers' load-balance loss, where there are experts. Optional: 0.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub load_balance: Option<f64>,
+    /// Weight of the routers' z-loss, which keeps their logits small. Optional: 0.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub router_z: Option<f64>,
+    /// Step s of training-time test weighs this to the power of s, for `eagle3` alone. Optional: none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub step_loss_decay: Option<f64>,
+    /// Decay of an exponential moving average of the weights, such as 0.999; checkpoints then hold the average. Optional: none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ema: Option<f64>,
     /// Steps between checkpoints.
     pub checkpoint_every: u64,
     /// Checkpoints kept, the newest.
     pub keep_checkpoints: usize,
     /// Steps between lines of the log.
     pub log_every: u64,
+    /// Steps between measurements of the acceptance that the drafter has by now, on a few prompts of the cache; 0 for none. The weights do not depend on it. Optional: none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub acceptance_every: Option<u64>,
+    /// Prompts of such a measurement, from the end of the cache. Optional: 8.
+    #[serde(default = "acceptance_prompts_by_default")]
+    pub acceptance_prompts: usize,
     /// Seed of the weights, the order of samples and the anchors.
     pub seed: u64,
     /// Weights of the loss terms, one entry per part of the run.
     pub phases: Vec<Phase>,
+}
+
+fn acceptance_prompts_by_default() -> usize {
+    8
 }
 
 /// One entry of `[[train.phases]]`: weights of the loss terms up to a part of the run.
@@ -320,13 +383,17 @@ pub struct EvalRecipe {
     /// Whether each round chooses if and how much to draft and to verify, by running estimates of what pays; if not, every
     /// proposal is verified whole. The output at temperature 0 and its distribution at others do not depend on it. Optional:
     /// true.
-    #[serde(default = "adaptive_by_default")]
+    #[serde(default = "on_by_default")]
     pub adaptive: bool,
+    /// Whether the drafter's confidences are scaled by the `calibration.json` beside its checkpoint, where there is one.
+    /// The output does not depend on it. Optional: true.
+    #[serde(default = "on_by_default")]
+    pub calibration: bool,
     /// Sequences decoded at once.
     pub batch_size: usize,
 }
 
-fn adaptive_by_default() -> bool {
+fn on_by_default() -> bool {
     true
 }
 

@@ -5,7 +5,7 @@
 //!
 //! | keys | may change |
 //! | --- | --- |
-//! | `eval.*`, `data.max_bad_ratio`, `prepare.batch_size`, `draft.precision`, `train.checkpoint_every`, `train.keep_checkpoints`, `train.log_every` | always |
+//! | `eval.*`, `data.max_bad_ratio`, `prepare.batch_size`, `draft.precision`, `train.checkpoint_every`, `train.keep_checkpoints`, `train.log_every`, `train.acceptance_*` | always |
 //! | `target.*`, `data.*`, `prepare.*` | until there are answers, a cache, checkpoints or metrics |
 //! | `draft.target_layer_ids` | until there is a cache, or there are checkpoints or metrics |
 //! | `draft.*`, `init.*`, `train.*` | until there are checkpoints or metrics |
@@ -31,6 +31,7 @@ use crate::recipe::Recipe;
 const RECIPE: &str = "recipe.toml";
 const PROVENANCE: &str = "provenance.json";
 const LOCK: &str = "run.lock";
+const SHARED_CACHE: &str = "cache.path";
 
 /// Keys that never change what is already written. How many sequences are decoded at once is among them, since a row's
 /// result does not depend on its batch.
@@ -41,6 +42,8 @@ const FREE: &[&str] = &[
     "train.checkpoint_every",
     "train.keep_checkpoints",
     "train.log_every",
+    "train.acceptance_every",
+    "train.acceptance_prompts",
 ];
 
 /// Where a run comes from; the caller knows clock, machine and repository.
@@ -161,6 +164,44 @@ impl RunDir {
     /// Folder of the target cache.
     pub fn cache(&self) -> PathBuf {
         self.path.join("cache")
+    }
+
+    /// Folder of the cache that the run trains on: that of another run where one was shared with it, else its own.
+    ///
+    /// # Errors
+    /// When the note of it cannot be read.
+    pub fn training_cache(&self) -> Result<PathBuf> {
+        let note = self.path.join(SHARED_CACHE);
+        if !note.is_file() {
+            return Ok(self.cache());
+        }
+        Ok(PathBuf::from(fs_err::read_to_string(note)?.trim_end_matches('\n')))
+    }
+
+    /// Lets the run train on the cache of another run, now and whenever it goes on. The other run's files are only read.
+    ///
+    /// # Errors
+    /// There is no such folder, its path cannot be noted, the run has a cache of its own, or it has begun to train on another.
+    pub fn share_cache(&self, cache: &Path) -> Result<()> {
+        let refuse = |problem: String| Error::RunDir {
+            path: self.path.clone(),
+            problem,
+            hint: Some("give another run folder".into()),
+        };
+        let cache = fs_err::canonicalize(cache)?;
+        let known = self.training_cache()?;
+        if known == cache || fs_err::canonicalize(&known).is_ok_and(|known| known == cache) {
+            return Ok(());
+        }
+        if is_occupied(&self.cache())? {
+            return Err(refuse(format!("it has a cache of its own and cannot train on `{}`", cache.display())));
+        }
+        if is_occupied(&self.checkpoints())? || is_occupied(&self.metrics())? {
+            return Err(refuse(format!("it trains on `{}`, not on `{}`", known.display(), cache.display())));
+        }
+        let text = cache.to_str().filter(|text| !text.contains('\n'));
+        let text = text.ok_or_else(|| refuse(format!("the path `{}` is not text of one line", cache.display())))?;
+        write_atomic(self.path.join(SHARED_CACHE), format!("{text}\n").as_bytes())
     }
 
     /// Folder of the checkpoints, one folder each.

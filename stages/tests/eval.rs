@@ -9,12 +9,13 @@ use std::sync::Mutex;
 
 use candle_core::{DType, Device};
 use deepspec_datasets::renderer::Renderer;
-use deepspec_models::config::{DraftConfig, TargetConfig};
-use deepspec_models::draft::{DSpark, ParameterSource};
+use deepspec_models::config::{DrafterConfig, TargetConfig};
+use deepspec_models::draft::ParameterSource;
 use deepspec_models::linear::Precision;
 use deepspec_models::speculate::{Distribution, DraftRequest, NoProposer, Proposal, Proposer, SamplingParams};
 use deepspec_models::target::Target;
 use deepspec_models::weights::Weights;
+use deepspec_stages::drafter::Drafter;
 use deepspec_stages::engine::{Engine, FinishReason, Request, RequestOptions};
 use deepspec_stages::eval::decode::Sample;
 use deepspec_stages::eval::metrics::{Acceptance, Round};
@@ -48,12 +49,12 @@ fn target() -> Target {
     Target::load(config, &weights, Precision::F32).unwrap()
 }
 
-fn drafter(name: &str) -> DSpark {
-    let config = DraftConfig::from_folder(golden(name)).unwrap();
+fn drafter(name: &str) -> Drafter {
+    let config = DrafterConfig::from_folder(golden(name)).unwrap();
     let weights = Weights::from_folder(golden(name), DType::F32, &Device::Cpu).unwrap();
-    let table = [config.body.vocab_size, config.body.hidden_size];
+    let table = [config.body().vocab_size, config.body().hidden_size];
     let embed = weights.get("embed_tokens.weight", &table).unwrap();
-    DSpark::new(config, embed, ParameterSource::Frozen(&weights, Precision::F32)).unwrap()
+    Drafter::new(config, embed, ParameterSource::Frozen(&weights, Precision::F32)).unwrap()
 }
 
 /// Bytes as tokens 0 to 255, then the control tokens of ChatML.
@@ -86,7 +87,7 @@ impl Reporter for Log<'_> {
 struct Bench {
     folder: tempfile::TempDir,
     target: Target,
-    drafter: DSpark,
+    drafter: Drafter,
     renderer: Renderer,
 }
 
@@ -125,7 +126,7 @@ impl Bench {
         &self,
         out: &Path,
         overrides: &[&str],
-        drafter: Option<&DSpark>,
+        drafter: Option<&Drafter>,
         stop_after: Option<u64>,
     ) -> (Result<EvalOutcome>, Vec<String>) {
         let interrupt = Interrupt::new();

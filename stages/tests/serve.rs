@@ -11,6 +11,7 @@ use std::sync::Mutex;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use deepspec_models::config::DrafterConfig;
 use deepspec_models::speculate::{CounterRng, DSparkProposer, Stream};
 use deepspec_stages::engine::{Engine, Schedule, Sources, StepCost, StepCosts};
 use deepspec_stages::model_source::TextSide;
@@ -466,8 +467,8 @@ fn random_requests_do_no_harm() {
 #[test]
 fn caches_that_do_not_fit_are_refused_at_the_start() {
     let (target, drafter) = (tiny::target(), tiny::drafter());
-    let (target, drafter) = (target.config(), drafter.config());
-    let plan = |context, memory| Capacity::plan(target, Some(drafter), 4, context, memory);
+    let (target, drafter) = (target.config(), DrafterConfig::Block(drafter.config().clone()));
+    let plan = |context, memory| Capacity::plan(target, Some(&drafter), 4, context, memory);
     let fits = plan(Some(256), None).unwrap();
     assert_eq!(plan(None, None).unwrap().context, 512);
     assert!(fits.bytes > Capacity::plan(target, None, 4, Some(256), None).unwrap().bytes);

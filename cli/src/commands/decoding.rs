@@ -2,9 +2,8 @@
 
 use std::path::{Path, PathBuf};
 
-use deepspec_models::draft::DSpark;
-use deepspec_models::speculate::{DSparkProposer, Proposer};
-use deepspec_stages::drafter::{describe, load_drafter};
+use deepspec_stages::calibration;
+use deepspec_stages::drafter::{Drafter, describe, load_drafter_for};
 use deepspec_stages::engine::sps_profile::{Fingerprint, step_costs};
 use deepspec_stages::engine::{Engine, Schedule, Sources, StepCosts};
 use deepspec_stages::progress::Context;
@@ -20,7 +19,7 @@ use crate::failure::Refusal;
 /// Loaded models and how they are to decode.
 pub(super) struct Models {
     pub target: TargetModel,
-    pub drafter: Option<DSpark>,
+    pub drafter: Option<Drafter>,
     pub sources: Sources,
     pub schedule: Schedule,
     profile: Option<PathBuf>,
@@ -50,9 +49,9 @@ impl Models {
         let folder = if wants_drafter { checkpoint(arguments, run)? } else { None };
         let drafter = match folder {
             Some(folder) => {
-                let drafter = load_drafter(&folder, target.target.config(), precision)?;
-                context.note(format!("{}, from `{}`", describe(drafter.config()), folder.display()));
-                Some(drafter)
+                let drafter = load_drafter_for(&folder, &target, precision)?;
+                context.note(format!("{}, from `{}`", describe(&drafter.config()), folder.display()));
+                Some(calibration::attach(drafter, &folder, context)?)
             }
             None => None,
         };
@@ -82,7 +81,7 @@ impl Models {
 
     /// Most tokens of a proposal.
     pub(super) fn block_size(&self) -> usize {
-        self.sources.block_size(self.drafter.as_ref().map(|drafter| drafter.config().block_size))
+        self.sources.block_size(self.drafter.as_ref().map(Drafter::block_size))
     }
 
     /// The costs of passes for so many sequences, where the schedule needs them.
@@ -107,10 +106,7 @@ impl Models {
     /// When the memory cannot be had, or the costs of passes not be measured.
     pub(super) fn engine(&self, slots: usize, capacity: usize, context: Context<'_>) -> anyhow::Result<Engine<'_>> {
         let target = &self.target.target;
-        let proposer = |drafter| -> anyhow::Result<Box<dyn Proposer>> {
-            Ok(Box::new(DSparkProposer::new(drafter, target.lm_head(), slots, capacity)?))
-        };
-        let drafter = self.drafter.as_ref().map(proposer).transpose()?;
+        let drafter = self.drafter.as_ref().map(|drafter| drafter.proposer(target, slots, capacity)).transpose()?;
         let costs = self.costs(slots, context)?;
         Ok(Engine::scheduled(target, self.schedule, self.sources, drafter, costs, (slots, capacity))?)
     }

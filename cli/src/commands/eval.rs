@@ -3,7 +3,8 @@
 use std::path::Path;
 
 use anyhow::Context as _;
-use deepspec_stages::drafter::{describe, load_drafter};
+use deepspec_stages::calibration;
+use deepspec_stages::drafter::{describe, load_drafter_for};
 use deepspec_stages::eval::{self, EvalOutcome};
 use deepspec_stages::progress::Context;
 use deepspec_stages::recipe::PromptSource;
@@ -25,6 +26,7 @@ pub(super) fn run(arguments: &EvalArguments, printer: &Printer, context: Context
             recipe.eval.prompts = arguments.prompts.iter().cloned().map(PromptSource::File).collect();
         }
         recipe.eval.limit = arguments.limit.or(recipe.eval.limit);
+        recipe.eval.calibration |= arguments.calibrate;
     })?;
     let run = setup.run_dir(context)?;
     let model = setup.target(context)?;
@@ -33,18 +35,29 @@ pub(super) fn run(arguments: &EvalArguments, printer: &Printer, context: Context
         None => latest_checkpoint(&run)?,
     };
     let wanted = setup.recipe.eval.needs_drafter();
-    let drafter = match checkpoint.filter(|_| wanted) {
-        Some(folder) => {
-            let drafter = load_drafter(&folder, model.target.config(), setup.recipe.draft.precision)?;
-            context.note(format!("{}, from `{}`", describe(drafter.config()), folder.display()));
-            Some(drafter)
-        }
-        None => None,
-    };
     let out = arguments.out.clone().unwrap_or_else(|| run.eval());
-    let renderer = &model.text.renderer;
-    let outcome =
-        eval::run(&setup.recipe, &out, &model.target, drafter.as_ref(), renderer, &setup.provenance, context)?;
+    let (recipe, target, renderer, provenance) =
+        (&setup.recipe, &model.target, &model.text.renderer, &setup.provenance);
+    let outcome = match checkpoint.filter(|_| wanted) {
+        Some(folder) => {
+            let mut drafter = load_drafter_for(&folder, &model, recipe.draft.precision)?;
+            context.note(format!("{}, from `{}`", describe(&drafter.config()), folder.display()));
+            if arguments.calibrate {
+                eval::run_calibrated(recipe, &out, target, drafter, &folder, renderer, provenance, context)?
+            } else {
+                if recipe.eval.calibration {
+                    drafter = calibration::attach(drafter, &folder, context)?;
+                }
+                eval::run(recipe, &out, target, Some(&drafter), renderer, provenance, context)?
+            }
+        }
+        None if arguments.calibrate => {
+            let problem = "no drafter to calibrate".to_owned();
+            let hint = Some("train one, give `--draft`, and have `draft` or `hybrid` in `eval.proposers`".into());
+            return Err(Refusal { problem, hint }.into());
+        }
+        None => eval::run(recipe, &out, target, None, renderer, provenance, context)?,
+    };
     print(&outcome, &out, printer)
 }
 

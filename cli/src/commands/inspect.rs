@@ -2,7 +2,9 @@
 //!
 //! Each kind of path has a file here that fills a [`Report`]; text and JSON are two renderings of the same report.
 
+mod cache_v2;
 mod conversations;
+mod drafter;
 mod expected;
 mod gguf;
 mod model;
@@ -14,6 +16,7 @@ use std::io::Read as _;
 use std::path::Path;
 
 use deepspec_datasets::target_cache::format::{MANIFEST_FILE, PROGRESS_FILE};
+use deepspec_datasets::target_cache::v2;
 use deepspec_stages::progress::Context;
 
 use self::report::Report;
@@ -28,6 +31,7 @@ const GGUF_MAGIC: &[u8; 4] = b"GGUF";
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Kind {
     TargetCache,
+    CacheV2,
     Model,
     Gguf,
     Conversations,
@@ -43,7 +47,8 @@ pub(crate) fn run(arguments: &InspectArguments, printer: &Printer, context: Cont
     refuse_options(arguments, kind)?;
     let report = match kind {
         Kind::TargetCache => target_cache::inspect(arguments, context)?,
-        Kind::Model => model::inspect(&arguments.path)?,
+        Kind::CacheV2 => cache_v2::inspect(arguments, context)?,
+        Kind::Model => model::inspect(&arguments.path, arguments.model.as_deref())?,
         Kind::Gguf => gguf::inspect(&arguments.path)?,
         Kind::Conversations => conversations::inspect(arguments, printer.is_verbose(), context)?,
     };
@@ -75,7 +80,9 @@ fn detect(path: &Path) -> anyhow::Result<Kind> {
         return refuse("there is no such file or folder", "check the spelling, and the folder that you are in");
     }
     if path.is_dir() {
-        return if path.join(MANIFEST_FILE).is_file() || path.join(PROGRESS_FILE).is_file() {
+        return if v2::is_v2(path) {
+            Ok(Kind::CacheV2)
+        } else if path.join(MANIFEST_FILE).is_file() || path.join(PROGRESS_FILE).is_file() {
             Ok(Kind::TargetCache)
         } else if path.join("config.json").is_file() {
             Ok(Kind::Model)
@@ -97,17 +104,22 @@ fn detect(path: &Path) -> anyhow::Result<Kind> {
 }
 
 fn refuse_options(arguments: &InspectArguments, kind: Kind) -> anyhow::Result<()> {
-    let is_cache = kind == Kind::TargetCache;
+    let is_cache = matches!(kind, Kind::TargetCache | Kind::CacheV2);
     let has_samples = is_cache || kind == Kind::Conversations;
     let given = [
         ("--sample", arguments.sample.is_some(), has_samples, "target caches and conversations"),
-        ("--model", arguments.model.is_some(), has_samples, "target caches and conversations"),
+        (
+            "--model",
+            arguments.model.is_some(),
+            has_samples || kind == Kind::Model,
+            "target caches, conversations and drafters",
+        ),
         ("--check", arguments.check, is_cache, "target caches"),
     ];
     for (option, is_given, applies, kinds) in given {
         if is_given && !applies {
             let found = match kind {
-                Kind::TargetCache => "a target cache",
+                Kind::TargetCache | Kind::CacheV2 => "a target cache",
                 Kind::Model => "a model folder",
                 Kind::Gguf => "a GGUF file",
                 Kind::Conversations => "a file of conversations",
@@ -115,6 +127,10 @@ fn refuse_options(arguments: &InspectArguments, kind: Kind) -> anyhow::Result<()
             let problem = format!("`{option}` is for {kinds}, but `{}` is {found}", arguments.path.display());
             return Err(Refusal { problem, hint: Some(format!("leave `{option}` out")) }.into());
         }
+    }
+    if has_samples && arguments.model.is_some() && arguments.sample.is_none() {
+        let problem = "`--model` shows a sample with the model's tokenizer, but no `--sample` is given".into();
+        return Err(Refusal { problem, hint: Some("add `--sample 0`".into()) }.into());
     }
     Ok(())
 }

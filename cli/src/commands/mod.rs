@@ -2,6 +2,7 @@
 
 mod decoding;
 mod eval;
+mod export;
 mod generate;
 mod inspect;
 mod prepare;
@@ -23,6 +24,7 @@ pub(crate) fn run(command: &Command, printer: &Printer, context: Context<'_>) ->
         Command::Prepare(arguments) => prepare::run(arguments, printer, context),
         Command::Train(arguments) => train::run(arguments, printer, context),
         Command::Eval(arguments) => eval::run(arguments, printer, context),
+        Command::Export(arguments) => export::run(arguments, printer, context),
         Command::Generate(arguments) => generate::run(arguments, printer, context),
         Command::Serve(arguments) => serve::run(arguments, context),
         Command::Inspect(arguments) => inspect::run(arguments, printer, context),

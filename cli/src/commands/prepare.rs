@@ -32,6 +32,17 @@ pub(super) fn run(arguments: &PrepareArguments, printer: &Printer, context: Cont
     }
     let run = setup.run_dir(context)?;
     let model = setup.target(context)?;
+    if let Some(from) = &arguments.import_cache {
+        let (target, renderer, fingerprint) = (&model.target, &model.text.renderer, &model.fingerprint);
+        let manifest = prepare::import(&setup.recipe, &run, target, renderer, fingerprint, from, context)?;
+        let summary = [
+            ("samples".to_owned(), manifest.samples.to_string()),
+            ("tokens".to_owned(), manifest.tokens.to_string()),
+            ("supervised tokens".to_owned(), manifest.supervised_tokens.to_string()),
+            ("cache".to_owned(), run.cache().display().to_string()),
+        ];
+        return print(&summary, printer);
+    }
     let outcome = prepare::run(&setup.recipe, &run, &model.target, &model.text.renderer, &model.fingerprint, context)?;
     print(&outcome.summary(), printer)?;
     let samples = Reader::open(&run.cache())?.len();

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use deepspec_stages::drafter::describe;
+use deepspec_stages::drafter::{Drafter, describe};
 use deepspec_stages::progress::Context;
 use deepspec_stages::serve::{Capacity, ServeOptions, Server};
 
@@ -22,13 +22,13 @@ pub(super) fn run(arguments: &ServeArguments, context: Context<'_>) -> anyhow::R
     let server = Server::bind(arguments.listen)?;
     let models = Models::load(&arguments.models, context)?;
     let target = models.target.target.config();
-    let drafter = models.drafter.as_ref().map(|drafter| drafter.config());
+    let drafter = models.drafter.as_ref().map(Drafter::config);
     let available = match arguments.memory {
         Some(gigabytes) => Some((gigabytes * 1e9) as u64),
         None => available_memory().map(|bytes| (SHARE_OF_FREE * bytes as f64) as u64),
     };
     let slots = usize::from(arguments.slots);
-    let capacity = Capacity::plan(target, drafter, slots, arguments.context, available)?;
+    let capacity = Capacity::plan(target, drafter.as_ref(), slots, arguments.context, available)?;
     let Capacity { slots, context: tokens, bytes } = capacity;
     context.note(format!("{slots} slots of {tokens} tokens, up to {:.2} GB of caches", bytes as f64 / 1e9));
     let api_key = arguments.api_key.clone().or_else(api_key);
@@ -37,7 +37,7 @@ pub(super) fn run(arguments: &ServeArguments, context: Context<'_>) -> anyhow::R
     }
     let mut engine = models.engine(slots, tokens, context)?;
     let schedule = models.schedule;
-    let description = match drafter {
+    let description = match &drafter {
         Some(config) => format!("schedule {schedule}; {}", describe(config)),
         None => format!("schedule {schedule}; no drafter"),
     };

@@ -5,20 +5,24 @@ use deepspec_stages::train::{TrainOutcome, Training};
 
 use super::prepare::print;
 use super::setup::Setup;
-use crate::args::RunArguments;
+use crate::args::TrainArguments;
 use crate::printer::Printer;
 
-/// Trains, or goes on training. The target's memory is free before the first step.
+/// Trains, or goes on training. The target's memory is free before the first step, unless acceptance is measured on the way.
 ///
 /// # Errors
 /// As [`Training::set_up`] and [`Training::run`].
-pub(super) fn run(arguments: &RunArguments, printer: &Printer, context: Context<'_>) -> anyhow::Result<()> {
-    let setup = Setup::new(arguments, true, |_| {})?;
+pub(super) fn run(arguments: &TrainArguments, printer: &Printer, context: Context<'_>) -> anyhow::Result<()> {
+    let setup = Setup::new(&arguments.run, true, |_| {})?;
     let run = setup.run_dir(context)?;
+    if let Some(cache) = &arguments.cache {
+        run.share_cache(cache)?;
+    }
     let model = setup.target(context)?;
     let training = Training::set_up(&setup.recipe, &run, &model, context)?;
-    drop(model);
-    let outcome = training.run(context)?;
+    let is_measured = setup.recipe.train.acceptance_every.is_some_and(|every| every > 0);
+    let target = is_measured.then_some(model.target);
+    let outcome = training.run(target.as_ref(), context)?;
     print(&summary(&outcome), printer)
 }
 

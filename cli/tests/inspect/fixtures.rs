@@ -140,6 +140,29 @@ pub(crate) fn write_pruned_drafter(dir: &Path, offsets: [i64; 4], skipped: Optio
     write_checkpoint(dir, &config, &tensors);
 }
 
+/// That drafter with three experts and a shared one in the place of its MLP, without the tensor named.
+pub(crate) fn write_drafter_of_experts(dir: &Path, skipped: Option<&str>) {
+    let mut config = drafter_config();
+    let fields = json!({
+        "num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 4, "norm_topk_prob": true,
+        "shared_expert_intermediate_size": 16,
+    });
+    config.as_object_mut().unwrap().extend(fields.as_object().unwrap().clone());
+    let mut tensors = vec![("layers.0.mlp.gate.weight".into(), vec![3, 8])];
+    for (expert, width) in [("experts.0", 4), ("experts.1", 4), ("experts.2", 4), ("shared_expert", 16)] {
+        for (part, shape) in [("gate", [width, 8]), ("up", [width, 8]), ("down", [8, width])] {
+            tensors.push((format!("layers.0.mlp.{expert}.{part}_proj.weight"), shape.to_vec()));
+        }
+    }
+    tensors.extend(drafter_tensors().into_iter().filter(|(name, _)| !name.contains(".mlp.")));
+    tensors.retain(|(name, _)| Some(name.as_str()) != skipped);
+    let zeros = |(name, shape): Tensor| {
+        let bytes = vec![0; 2 * shape.iter().product::<usize>()];
+        (name, "BF16", shape, bytes)
+    };
+    write_checkpoint(dir, &config, &tensors.into_iter().map(zeros).collect::<Vec<_>>());
+}
+
 fn drafter_config() -> Value {
     json!({
         "architectures": ["Qwen3DSparkModel"], "model_type": "qwen3", "hidden_size": 8, "intermediate_size": 16,

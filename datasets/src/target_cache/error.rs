@@ -38,6 +38,20 @@ pub enum CacheError {
         /// Folder that was opened.
         dir: PathBuf,
     },
+    /// A cache is to be written where other files are.
+    #[error("`{}` is not an empty folder", dir.display())]
+    Occupied {
+        /// Folder that was asked for.
+        dir: PathBuf,
+    },
+    /// The index or a shard of a version 2 cache is damaged.
+    #[error("version 2 cache is damaged: `{}`: {reason}", path.display())]
+    Version2 {
+        /// File at fault.
+        path: PathBuf,
+        /// What is wrong with it.
+        reason: String,
+    },
     /// The run that writes the cache was stopped and has not been resumed yet.
     #[error("target cache `{}` is not complete: {done} of {samples} samples are written", dir.display())]
     Unfinished {
@@ -181,11 +195,13 @@ impl CacheError {
                 "run `deepspec prepare` again with the same settings; it goes on where it stopped"
             }
             Self::Version { .. } => {
-                "rebuild the cache with `deepspec prepare`, or import it if it is a version 2 cache"
+                "rebuild the cache with `deepspec prepare`; a version 2 cache is taken over by `deepspec prepare --import-cache`"
             }
             Self::ManifestJson { .. } | Self::ManifestField { .. } => {
                 "the manifest was edited or damaged; rebuild the cache with `deepspec prepare`"
             }
+            Self::Version2 { .. } => "copy the cache again from where it was made",
+            Self::Occupied { .. } => "give another folder, or empty this one",
             Self::ResumeMismatch { .. } => "undo that change, or start a new cache in another folder",
             Self::Unfit { .. } => "correct the recipe, or build a cache for it with `deepspec prepare`",
             Self::Sample { field: "input_ids", .. } => "check that data, tokenizer and target belong together",

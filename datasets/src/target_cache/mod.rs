@@ -5,21 +5,27 @@
 //!
 //! - [`Writer`] appends samples in order. Shards appear whole or not at all, a killed run resumes at the first sample
 //!   that is not yet in a finished shard, and the result has the same bytes as an uninterrupted run.
-//! - [`Reader`] maps shards into memory and hands out slices of them; nothing is copied.
+//! - [`Reader`] maps shards into memory and hands out slices of them; nothing is copied. [`Reader::columns`] takes the layers
+//!   that a drafter reads out of those that are stored.
 //! - [`check()`] reads everything once and reports every fault it finds.
+//!
+//! [`v2`] reads and writes the reference's format, version 2.
 //!
 //! Files are treated as hostile: all offsets and lengths are checked before use, and a fault is an error, never a panic.
 
 mod check;
+mod columns;
 mod disk;
 mod error;
 pub mod format;
 mod reader;
 mod sample;
 mod shard;
+pub mod v2;
 mod writer;
 
 pub use check::{Report, check};
+pub use columns::LayerColumns;
 pub use disk::{available_bytes, check_space};
 pub use error::{CacheError, Mismatch};
 pub use format::{CacheMeta, Manifest, ShardEntry, StorageMode, estimate_bytes};

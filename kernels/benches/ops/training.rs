@@ -30,6 +30,7 @@ pub(crate) fn run(bench: &mut Bench<'_>) {
         rows: (0..ROWS).map(row).collect(),
         kl_temperature: 1.0,
         with_target: true,
+        soft_targets: false,
     };
     // Draft logits and their two gradients, the target's logits, the gradient of W2.
     let flops = 2 * VOCAB * (ROWS * (2 * HIDDEN + 3 * RANK) + POSITIONS * HIDDEN);

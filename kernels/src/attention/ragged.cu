@@ -16,7 +16,8 @@ struct Item {
     int vector;    // first query vector of the item within the segment
 };
 
-// The caches of one slot and one key/value head: keys [position / 32][dim][32], values [dim / 32][capacity][32].
+// The caches of one slot and one key/value head: keys [position / 32][dim][32], values [dim / 32][capacity][32]. Position p
+// lies at p mod capacity, which only matters where capacity is a multiple of 32.
 struct Caches {
     const float* k;
     const float* v;
@@ -24,7 +25,7 @@ struct Caches {
 
     template <int DIM>
     __device__ __forceinline__ void keys(float* tile, int at, int count) const {
-        const float* panel = k + (size_t)at * dim;  // at is a multiple of 32
+        const float* panel = k + (size_t)(at % capacity) * dim;  // at is a multiple of 32
         for (int i = threadIdx.x; i < DIM * (KEYS / 4); i += THREADS) {
             const int d = i / (KEYS / 4), j = i % (KEYS / 4) * 4;
             float4 x = make_float4(0, 0, 0, 0);
@@ -40,11 +41,12 @@ struct Caches {
 
     template <int DIM>
     __device__ __forceinline__ void values(float* tile, int at, int count) const {
+        const int place = at % capacity;
         for (int i = threadIdx.x; i < KEYS * (DIM / 4); i += THREADS) {
             // Eight threads read the 128 bytes of one position in a panel.
             const int part = i / (KEYS * 8), j = i / 8 % KEYS, d = 32 * part + i % 8 * 4;
             float4 x = make_float4(0, 0, 0, 0);
-            if (d < dim && j < count) x = *reinterpret_cast<const float4*>(v + ((size_t)part * capacity + at + j) * 32 + i % 8 * 4);
+            if (d < dim && j < count) x = *reinterpret_cast<const float4*>(v + ((size_t)part * capacity + place + j) * 32 + i % 8 * 4);
             if (d + 1 >= dim) x.y = 0;
             if (d + 2 >= dim) x.z = 0;
             if (d + 3 >= dim) x.w = 0;

@@ -2,7 +2,8 @@
 //!
 //! Caches are panels of 32, like packed weights, so that attention runs on the same register tiles as a linear layer:
 //! keys of 32 positions side by side, `[slot][kv head][position/32][dimension][32]`, and values of 32 dimensions side by
-//! side, `[slot][kv head][dimension/32][position][32]`. A task takes a few rows of one segment with all the query heads
+//! side, `[slot][kv head][dimension/32][position][32]`. A slot is a ring: position p lies at p mod its capacity, so that with
+//! a window a slot of limited capacity serves a sequence of any length, in the same bits as one that holds all. A task takes a few rows of one segment with all the query heads
 //! that share a key/value head; its scores live in a buffer of the thread. Prefill, decode, verification and drafting are
 //! the same call with other segments. Every row is computed in one order of operations that depends on nothing but its
 //! own keys.
@@ -52,7 +53,8 @@ pub enum Visibility {
 pub struct RaggedAttention {
     /// Segments in row order; their lengths add up to the number of query rows.
     pub segments: Arc<[Segment]>,
-    /// Positions per slot in the caches.
+    /// Positions per slot in the caches. With a window, positions may go beyond it where it is a multiple of [`PANEL`]: newer ones
+    /// then take the places of the oldest, and a segment and the keys in its sight must fit together.
     pub capacity: usize,
     /// Head sizes.
     pub heads: HeadLayout,
@@ -81,7 +83,8 @@ impl RaggedAttention {
     /// k, v `[rows, kv_heads · head_dim]`, caches as in [`cache_shapes`]
     ///
     /// # Errors
-    /// When a segment does not fit into its slot.
+    /// When a segment does not fit into its slot; without a window, or with a capacity that is no multiple of [`PANEL`], also when
+    /// it goes beyond the last position.
     pub fn store(&self, k: &Tensor, v: &Tensor, k_cache: &Tensor, v_cache: &Tensor) -> Result<()> {
         k_cache.inplace_op2(k, &Store { attention: self, side: Side::Keys })?;
         v_cache.inplace_op2(v, &Store { attention: self, side: Side::Values })
@@ -114,19 +117,45 @@ impl RaggedAttention {
         [keys, head * head_dim.div_ceil(PANEL) * self.capacity * PANEL]
     }
 
-    /// Fails when a segment lies outside the caches.
-    fn check_segments(&self, elements: usize, side: Side) -> Result<()> {
+    /// Fails when a segment lies outside the caches, or the slot cannot hold all positions from the `oldest` on that a call
+    /// reads or writes.
+    fn check_segments(&self, elements: usize, side: Side, oldest: impl Fn(&Segment) -> usize) -> Result<()> {
         let [keys, values] = cache_shapes(1, self.capacity, self.heads);
         let per_slot = match side {
             Side::Keys => keys.0 * keys.1,
             Side::Values => values.0 * values.1,
         };
         for segment in self.segments.iter() {
-            if segment.start + segment.len > self.capacity || (segment.slot + 1) * per_slot > elements {
+            let end = segment.start + segment.len;
+            let wraps = end > self.capacity;
+            if end - oldest(segment) > self.capacity
+                || (wraps && !self.capacity.is_multiple_of(PANEL))
+                || (segment.slot + 1) * per_slot > elements
+            {
                 bail!("{segment:?} lies outside a cache of {elements} elements, capacity {}", self.capacity);
             }
         }
         Ok(())
+    }
+
+    fn check_store(&self, elements: usize, side: Side) -> Result<()> {
+        self.check_segments(elements, side, |segment| self.window.map_or(0, |_| segment.start))
+    }
+
+    fn check_read(&self, elements: usize, side: Side) -> Result<()> {
+        self.check_segments(elements, side, |segment| self.keys_of_row(segment, 0).start)
+    }
+
+    /// Positions cut where their places in a slot begin anew.
+    fn stretches(&self, keys: Range<usize>) -> impl Iterator<Item = Range<usize>> + use<> {
+        let (capacity, mut next) = (self.capacity, keys.start);
+        std::iter::from_fn(move || {
+            let from = next;
+            (from < keys.end).then(|| {
+                next = keys.end.min(from - from % capacity + capacity);
+                from..next
+            })
+        })
     }
 }
 
@@ -167,38 +196,48 @@ impl InplaceOp2 for Store<'_> {
         if !cl.is_contiguous() || rows.cols != kv_heads * head_dim || rows.count != count {
             bail!("{}: rows {:?} for {count} positions of {heads:?}, cache {:?}", self.name(), rl.dims(), cl.dims());
         }
-        self.attention.check_segments(cl.shape().elem_count(), self.side)?;
-        let cache = &mut cache[cl.start_offset()..];
-        let mut next = 0;
-        for segment in segments.iter() {
-            for position in segment.start..segment.start + segment.len {
-                for kv_head in 0..kv_heads {
-                    let row = rows.part(next, kv_head * head_dim, head_dim);
-                    let [keys, values] = self.attention.panels(segment.slot, kv_head);
-                    match self.side {
-                        Side::Keys => {
-                            let first = keys + position / PANEL * head_dim * PANEL + position % PANEL;
-                            for (key, &x) in cache[first..].iter_mut().step_by(PANEL).zip(row) {
-                                *key = x;
-                            }
+        self.attention.check_store(cl.shape().elem_count(), self.side)?;
+        let cache = Shared::new(cache[cl.start_offset()..].as_mut_ptr());
+        let places_of = |s: &Segment| {
+            let slot = s.slot;
+            (s.start..s.start + s.len).map(move |position| (slot, position % *capacity))
+        };
+        let places: Vec<(usize, usize)> = segments.iter().flat_map(places_of).collect();
+        let store = |next: usize, (slot, position): (usize, usize)| {
+            for kv_head in 0..kv_heads {
+                let row = rows.part(next, kv_head * head_dim, head_dim);
+                let [keys, values] = self.attention.panels(slot, kv_head);
+                match self.side {
+                    Side::Keys => {
+                        let first = keys + position / PANEL * head_dim * PANEL + position % PANEL;
+                        for (i, key) in row.iter().enumerate() {
+                            // SAFETY: the checked segments lie inside the cache, and only a single share writes a place twice.
+                            unsafe { cache.write(first + i * PANEL, std::slice::from_ref(key)) };
                         }
-                        Side::Values => {
-                            for (part, x) in row.chunks(PANEL).enumerate() {
-                                let at = values + (part * capacity + position) * PANEL;
-                                cache[at..at + x.len()].copy_from_slice(x);
-                            }
+                    }
+                    Side::Values => {
+                        for (part, x) in row.chunks(PANEL).enumerate() {
+                            // SAFETY: as above.
+                            unsafe { cache.write(values + (part * capacity + position) * PANEL, x) };
                         }
                     }
                 }
-                next += 1;
             }
-        }
+        };
+        let is_worth_sharing = count * rows.cols >= 1 << 14 && !overlap(segments, *capacity);
+        let shares = if is_worth_sharing { threads::count() } else { 1 };
+        threads::run(shares, |share| {
+            let (from, to) = (count * share / shares, count * (share + 1) / shares);
+            for (next, &place) in places.iter().enumerate().take(to).skip(from) {
+                store(next, place);
+            }
+        });
         Ok(())
     }
 
     #[cfg(feature = "cuda")]
     fn cuda_fwd(&self, cache: &mut CudaStorage, cl: &Layout, rows: &CudaStorage, rl: &Layout) -> Result<()> {
-        self.attention.check_segments(cl.shape().elem_count(), self.side)?;
+        self.attention.check_store(cl.shape().elem_count(), self.side)?;
         if !cl.is_contiguous() {
             bail!("{}: the cache must be contiguous", self.name());
         }
@@ -211,6 +250,17 @@ impl InplaceOp2 for Store<'_> {
         let cache = cuda.start_mut::<f32>(cache, cl)?;
         device::store(&cuda, &self.attention.device_call(), side, &rows, *cache)
     }
+}
+
+/// Whether two segments, neither longer than a slot, share a place of the cache.
+fn overlap(segments: &[Segment], capacity: usize) -> bool {
+    let place = |segment: &Segment| segment.start % capacity.max(1);
+    // Places from the start of one segment to that of another, in the direction of positions.
+    let distance = |from: &Segment, to: &Segment| (place(to) + capacity - place(from)) % capacity.max(1);
+    segments.iter().enumerate().any(|(i, a)| {
+        let shares_with = |b: &Segment| a.slot == b.slot && (distance(a, b) < a.len || distance(b, a) < b.len);
+        segments[..i].iter().any(shares_with)
+    })
 }
 
 multiversion! {
@@ -283,7 +333,8 @@ impl RaggedAttention {
         let tile = &mut tile[..vectors];
         let queries: Vec<&[f32]> = (0..vectors).map(place).map(|(row, at)| q.part(row, at, head_dim)).collect();
         for block in 0..width / PANEL {
-            let at = key_panels + (first_key / PANEL + block) * head_dim * PANEL;
+            let panel = (first_key / PANEL + block) % self.capacity.div_ceil(PANEL);
+            let at = key_panels + panel * head_dim * PANEL;
             tile.fill([0.0; PANEL]);
             tile_f32(level, &keys[at..at + head_dim * PANEL], &queries, tile);
             for (i, tile) in tile.iter().enumerate() {
@@ -300,30 +351,31 @@ impl RaggedAttention {
         };
         let shared = shared_keys(&task.keys);
         for part in 0..head_dim.div_ceil(PANEL) {
+            // The places of a stretch of positions; a tile goes on with its sums from stretch to stretch.
             let panel = |keys: &Range<usize>| {
-                let at = value_panels + part * self.capacity * PANEL;
-                &values[at + keys.start * PANEL..at + keys.end * PANEL]
+                let at = value_panels + (part * self.capacity + keys.start % self.capacity) * PANEL;
+                &values[at..at + keys.len() * PANEL]
             };
             tile.fill([0.0; PANEL]);
-            if !shared.is_empty() {
-                let weights: Vec<&[f32]> = (0..vectors).map(|i| weights(i, shared.clone())).collect();
-                tile_f32(level, panel(&shared), &weights, tile);
+            for keys in self.stretches(shared.clone()) {
+                let weights: Vec<&[f32]> = (0..vectors).map(|i| weights(i, keys.clone())).collect();
+                tile_f32(level, panel(&keys), &weights, tile);
             }
             for (i, tile) in tile.iter_mut().enumerate() {
                 let rest = shared.end.max(task.keys[i / group].start)..task.keys[i / group].end;
-                if !rest.is_empty() {
-                    tile_f32(level, panel(&rest), &[weights(i, rest.clone())], std::slice::from_mut(tile));
+                for keys in self.stretches(rest) {
+                    tile_f32(level, panel(&keys), &[weights(i, keys.clone())], std::slice::from_mut(tile));
                 }
+                // A row without a visible key stays zero.
                 if totals[i] > 0.0 || totals[i].is_nan() {
-                    let (row, column) = place(i);
-                    let width = PANEL.min(head_dim - part * PANEL);
-                    for y in &mut tile[..width] {
+                    for y in tile.iter_mut() {
                         *y /= totals[i];
                     }
-                    let at = row * heads * head_dim + column + part * PANEL;
-                    // SAFETY: the place is inside the row, and this task alone has this row and head.
-                    unsafe { out.write(at, &tile[..width]) };
                 }
+                let (row, column) = place(i);
+                let at = row * heads * head_dim + column + part * PANEL;
+                // SAFETY: the place is inside the row, and this task alone has this row and head.
+                unsafe { out.write(at, &tile[..PANEL.min(head_dim - part * PANEL)]) };
             }
         }
     }
@@ -362,10 +414,10 @@ impl CustomOp3 for RaggedAttention {
                 vl.dims()
             );
         }
-        self.check_segments(kl.shape().elem_count(), Side::Keys)?;
-        self.check_segments(vl.shape().elem_count(), Side::Values)?;
+        self.check_read(kl.shape().elem_count(), Side::Keys)?;
+        self.check_read(vl.shape().elem_count(), Side::Values)?;
         let (k, v) = (&k.as_slice::<f32>()?[kl.start_offset()..], &v.as_slice::<f32>()?[vl.start_offset()..]);
-        let mut y = vec![0f32; rows * heads * head_dim];
+        let mut y = Vec::with_capacity(rows * heads * head_dim);
         let out = Shared::new(y.as_mut_ptr());
         let tasks = self.tasks();
         let run = |task: &Task| SCRATCH.with_borrow_mut(|scratch| self.run(task, q, k, v, scratch, &out));
@@ -375,6 +427,8 @@ impl CustomOp3 for RaggedAttention {
         } else {
             threads::run(tasks.len(), |i| run(&tasks[i]));
         }
+        // SAFETY: the tasks have written all heads of all rows.
+        unsafe { y.set_len(rows * heads * head_dim) };
         Ok((CpuStorage::F32(y), Shape::from((rows, heads * head_dim))))
     }
 
@@ -388,8 +442,8 @@ impl CustomOp3 for RaggedAttention {
         v: &CudaStorage,
         vl: &Layout,
     ) -> Result<(CudaStorage, Shape)> {
-        self.check_segments(kl.shape().elem_count(), Side::Keys)?;
-        self.check_segments(vl.shape().elem_count(), Side::Values)?;
+        self.check_read(kl.shape().elem_count(), Side::Keys)?;
+        self.check_read(vl.shape().elem_count(), Side::Values)?;
         if !kl.is_contiguous() || !vl.is_contiguous() {
             bail!("attention: caches must be contiguous");
         }

@@ -114,9 +114,11 @@ pub enum CacheSide {
 /// When the rows do not fit the segments, or a launch fails.
 pub fn store<B: Backend>(backend: &B, call: &RaggedCall<'_>, side: CacheSide, rows: &View, cache: u64) -> Result<()> {
     let HeadLayout { kv_heads, head_dim, .. } = call.heads;
-    let positions =
-        |s: &Segment| (s.start..s.start + s.len).flat_map(|p| [s.slot as u32, p as u32]).collect::<Vec<_>>();
-    let places: Vec<u32> = call.segments.iter().flat_map(positions).collect();
+    let places_of = |s: &Segment| {
+        let places = s.start..s.start + s.len;
+        places.flat_map(|p| [s.slot as u32, (p % call.capacity) as u32]).collect::<Vec<_>>()
+    };
+    let places: Vec<u32> = call.segments.iter().flat_map(places_of).collect();
     if places.len() != 2 * rows.count || rows.cols != kv_heads * head_dim {
         bail!("cache write of [{}, {}] for {} rows", rows.count, rows.cols, places.len() / 2);
     }

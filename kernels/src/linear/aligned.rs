@@ -37,19 +37,35 @@ unsafe impl<T: Plain> Sync for Aligned<T> {}
 impl<T: Plain> Aligned<T> {
     /// `len` zeros.
     pub(crate) fn zeros(len: usize) -> Self {
+        // SAFETY: the memory is filled before it is read, and zero bytes are a `T`.
+        unsafe {
+            let array = Self::unfilled(len);
+            array.data.write_bytes(0, len);
+            array
+        }
+    }
+
+    /// Memory for `len` elements.
+    ///
+    /// # Safety
+    /// Every element is written before it is read.
+    pub(crate) unsafe fn unfilled(len: usize) -> Self {
         if len == 0 {
             return Self { data: NonNull::dangling(), len, owns: PhantomData };
         }
         let layout = Self::layout(len);
-        // SAFETY: the layout's size is not zero; the memory is filled before it is read, and zero bytes are a `T`.
-        unsafe {
-            let Some(data) = NonNull::new(alloc(layout).cast::<T>()) else { handle_alloc_error(layout) };
-            if layout.align() == LARGE_PAGE {
-                advise_large_pages(data.as_ptr().cast(), layout.size());
-            }
-            data.write_bytes(0, len);
-            Self { data, len, owns: PhantomData }
+        // SAFETY: the layout's size is not zero.
+        let data = unsafe { alloc(layout) };
+        let Some(data) = NonNull::new(data.cast::<T>()) else { handle_alloc_error(layout) };
+        if layout.align() == LARGE_PAGE {
+            advise_large_pages(data.as_ptr().cast(), layout.size());
         }
+        Self { data, len, owns: PhantomData }
+    }
+
+    /// Where the elements begin.
+    pub(crate) fn start(&mut self) -> *mut T {
+        self.data.as_ptr()
     }
 
     fn layout(len: usize) -> Layout {

@@ -200,26 +200,24 @@ impl Int8Panels {
     /// Rounds activation rows to 16 bits.
     pub(super) fn quantise(&self, x: Rows<'_>) -> Int8Rows {
         let depth = self.depth;
-        let mut values = Aligned::<u8>::zeros(x.count.next_multiple_of(AMX_ROWS) * 2 * depth);
+        let padded = x.count.next_multiple_of(AMX_ROWS);
+        // SAFETY: the shares below write every row, the ones that pad included.
+        let mut values = unsafe { Aligned::<u8>::unfilled(padded * 2 * depth) };
         let mut scales = vec![0f32; x.count];
         let round = if self.level.splits_bytes() { round_split } else { round_pairs };
-        if x.count * depth < 1 << 16 {
-            for ((i, values), scale) in values.chunks_mut(2 * depth).enumerate().zip(&mut scales) {
-                *scale = round(x.row(i), values);
-            }
-        } else {
-            let (out, out_scales) = (Shared::new(values.as_mut_ptr()), Shared::new(scales.as_mut_ptr()));
-            let shares = threads::count();
-            threads::run(shares, |share| {
-                for i in x.count * share / shares..x.count * (share + 1) / shares {
-                    // SAFETY: rows lie inside the arrays, and each is written by exactly one share.
-                    unsafe {
-                        let scale = round(x.row(i), out.part(i * 2 * depth, 2 * depth));
-                        out_scales.write(i, &[scale]);
+        let (out, out_scales) = (Shared::new(values.start()), Shared::new(scales.as_mut_ptr()));
+        let shares = if x.count * depth < 1 << 15 { 1 } else { threads::count() };
+        threads::run(shares, |share| {
+            for i in padded * share / shares..padded * (share + 1) / shares {
+                // SAFETY: rows lie inside the arrays, and each is written by exactly one share.
+                unsafe {
+                    let values = out.zeros(i * 2 * depth, 2 * depth);
+                    if i < x.count {
+                        out_scales.write(i, &[round(x.row(i), values)]);
                     }
                 }
-            });
-        }
+            }
+        });
         Int8Rows { values, scales, amx: self.level == IntLevel::Amx && x.count >= AMX_FROM }
     }
 

@@ -23,8 +23,7 @@ use candle_core::{CpuStorage, CustomOp1, CustomOp2, DType, Layout, Result, Shape
 
 pub(crate) use aligned::Aligned;
 pub(crate) use float::tile_f32;
-pub(crate) use packed::PANEL;
-pub use packed::{Packed, Precision};
+pub use packed::{PANEL, Packed, Precision};
 
 use crate::rows::Rows;
 

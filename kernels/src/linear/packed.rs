@@ -16,7 +16,7 @@ use crate::simd::{Level, level};
 use crate::threads::{self, Shared};
 
 /// Outputs per panel.
-pub(crate) const PANEL: usize = 32;
+pub const PANEL: usize = 32;
 /// Rows per register tile (AVX-512: 12 × 2 accumulators of 16 lanes).
 pub(super) const TILE_ROWS: usize = 12;
 /// Rows that any kernel takes at a time.
@@ -142,13 +142,7 @@ impl Packed {
         }
     }
 
-    /// y = x Wᵀ + b for all rows of `x`; `y` is row-major `[rows, outputs]`.
-    pub(crate) fn forward(&self, x: Rows<'_>, y: &mut [f32]) {
-        assert_eq!(y.len(), x.count * self.outputs, "output holds all rows");
-        self.forward_into(x, y.as_mut_ptr());
-    }
-
-    /// As [`Self::forward`], into new memory.
+    /// x Wᵀ + b for all rows of `x`, row-major `[rows, outputs]`.
     pub(crate) fn forward_rows(&self, x: Rows<'_>) -> Vec<f32> {
         let len = x.count * self.outputs;
         let mut y = Vec::with_capacity(len);
@@ -217,7 +211,12 @@ impl Packed {
                     }
                 }
                 // SAFETY: rows and columns are in range, and each (row, panel) pair is written by exactly one thread.
-                unsafe { out.write((row + i) * self.outputs + column, &values[..width]) };
+                unsafe {
+                    match width {
+                        PANEL => out.write_array((row + i) * self.outputs + column, values),
+                        _ => out.write((row + i) * self.outputs + column, &values[..width]),
+                    }
+                }
             }
             row += rows;
         }
@@ -289,9 +288,7 @@ mod tests {
         let x = Tensor::from_slice(x, (rows, packed.inputs()), &Device::Cpu).unwrap();
         let (storage, layout) = x.storage_and_layout();
         let candle_core::Storage::Cpu(storage) = &*storage else { unreachable!() };
-        let mut y = vec![0f32; rows * packed.outputs()];
-        packed.forward(Rows::new("test", storage, layout).unwrap(), &mut y);
-        y
+        packed.forward_rows(Rows::new("test", storage, layout).unwrap())
     }
 
     /// A row rounded to multiples of its largest magnitude / `levels`, with the roundings of the kernels.

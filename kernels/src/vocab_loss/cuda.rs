@@ -25,6 +25,9 @@ impl Op {
         if settings.draft_tokens.is_some() {
             bail!("vocab-loss: a draft vocabulary cannot be trained on a CUDA device");
         }
+        if settings.soft_targets {
+            bail!("vocab-loss: soft targets are not implemented on a CUDA device");
+        }
         let weight = &settings.draft_head_weight;
         let (vocab, rank) = wl.shape().dims2()?;
         if weight.dims() != [vocab, hl.shape().dims2()?.1] || !weight.is_contiguous() || !wl.is_contiguous() {
@@ -59,7 +62,7 @@ impl Op {
                 + f64::from(row.kl) * f64::from(*kl);
         }
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        state.terms = out.terms.iter().map(|&[ce, tv, kl]| RowTerms { ce, tv, kl }).collect();
+        state.terms = out.terms.iter().map(|&[ce, tv, kl]| RowTerms { ce, tv, kl, agrees: None }).collect();
         state.on_device = Some([out.hidden, out.latent, out.w2]);
         Ok((cuda.storage(cuda.upload(&[loss as f32])?), Shape::from(1)))
     }

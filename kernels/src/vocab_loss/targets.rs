@@ -6,6 +6,7 @@ use rayon::prelude::*;
 
 use super::elementwise::{softmax, total};
 use super::{LossRow, VocabLoss, chunk_rows, plain_panels};
+use crate::logit_row::argmax;
 use crate::matmul::{Matrix, matmul_panels};
 use crate::rows::Rows;
 use crate::threads;
@@ -23,6 +24,8 @@ pub(super) struct TargetDistributions {
     plain: Kept,
     /// p_t at the KL temperature; empty when that is 1.
     tempered: Kept,
+    /// With soft targets, the most likely token of each distinct position, as the drafter numbers it, if it has it.
+    tops: Vec<Option<u32>>,
     /// Hidden rows of the distinct positions.
     gathered: Vec<f32>,
     /// Logits over the whole vocabulary of some positions.
@@ -51,6 +54,8 @@ pub(super) struct TargetRow<'a> {
     pub(super) tempered: &'a [f32],
     /// Its mass outside.
     pub(super) tempered_missing: f32,
+    /// With soft targets, the draft token that is the most likely of all, if it is one.
+    pub(super) top: Option<u32>,
 }
 
 impl TargetDistributions {
@@ -74,6 +79,7 @@ impl TargetDistributions {
         let (inputs, vocab, temperature) = (head.inputs(), head.outputs(), settings.kl_temperature);
         self.plain.missing.clear();
         self.tempered.missing.clear();
+        self.tops.clear();
         let panels = plain_panels(head)?;
         let logits_of = |hidden: &[f32], logits: &mut [f32]| {
             let rows = hidden.len() / inputs;
@@ -83,6 +89,9 @@ impl TargetDistributions {
         let Some(tokens) = &settings.draft_tokens else {
             let plain = at_least(&mut self.plain.probabilities, distinct * vocab);
             logits_of(&self.gathered, plain);
+            if settings.soft_targets {
+                self.tops.par_extend(plain.par_chunks_exact(vocab).map(top));
+            }
             if temperature != 1.0 {
                 let tempered = at_least(&mut self.tempered.probabilities, distinct * vocab);
                 tempered.iter_mut().zip(&*plain).for_each(|(tempered, logit)| *tempered = logit / temperature);
@@ -94,6 +103,10 @@ impl TargetDistributions {
         for group in self.gathered.chunks(inputs * GROUP_ROWS.min(chunk_rows(vocab))) {
             let logits = at_least(&mut self.logits, group.len() / inputs * vocab);
             logits_of(group, logits);
+            if settings.soft_targets {
+                let draft_token = |token: u32| tokens.binary_search(&token).ok().map(|at| at as u32);
+                self.tops.par_extend(logits.par_chunks_exact(vocab).map(|row| top(row).and_then(draft_token)));
+            }
             if temperature != 1.0 {
                 let mut scaled: Vec<f32> = logits.iter().map(|logit| logit / temperature).collect();
                 self.tempered.extend(&mut scaled, vocab, tokens);
@@ -108,7 +121,8 @@ impl TargetDistributions {
         let &position = self.of_row.get(index)?;
         let (probabilities, missing) = self.plain.row(position, self.vocab);
         let (tempered, tempered_missing) = self.tempered.row(position, self.vocab);
-        Some(TargetRow { probabilities, missing, tempered, tempered_missing })
+        let top = self.tops.get(position).copied().flatten();
+        Some(TargetRow { probabilities, missing, tempered, tempered_missing, top })
     }
 }
 
@@ -137,6 +151,10 @@ impl Kept {
         let probabilities = self.probabilities.get(position * vocab..(position + 1) * vocab).unwrap_or_default();
         (probabilities, self.missing.get(position).copied().unwrap_or(0.0))
     }
+}
+
+fn top(logits: &[f32]) -> Option<u32> {
+    argmax(logits).map(|(token, _)| token as u32)
 }
 
 /// The first `len` elements of a buffer that is made longer where need be; whoever asks overwrites them.

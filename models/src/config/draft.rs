@@ -4,7 +4,9 @@ use std::path::Path;
 
 use serde_json::{Map, Value, json};
 
+use super::drafter::check_layer_ids;
 use super::fields::Fields;
+use super::moe::MoeConfig;
 use super::{Family, TargetConfig, read_json};
 use crate::error::{Error, Result};
 
@@ -42,6 +44,53 @@ impl MarkovHeadType {
     }
 }
 
+/// Which rows of a block predict which tokens. Checkpoints name it by the flag `sample_from_anchor`.
+///
+/// Both layouts embed the anchor token in row 0 and the mask token in all others, at positions anchor, anchor + 1, ….
+/// Proposal k stands at anchor + 1 + k and its previous token at anchor + k; the layouts differ in the row that it is read
+/// from. A drafter that is read in the other layout than it was trained in still runs, and has as good as nothing accepted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum BlockLayout {
+    /// `sample_from_anchor: true`: row j predicts the token at anchor + 1 + j, so that all rows propose.
+    AnchorFirst,
+    /// `sample_from_anchor: false`, 1+N: row 0, the anchor's, predicts nothing, and row j predicts the token at its own position
+    /// anchor + j.
+    AnchorPlusMasks,
+}
+
+impl BlockLayout {
+    /// Row of proposal 0.
+    pub fn first_predicting_row(self) -> usize {
+        match self {
+            Self::AnchorFirst => 0,
+            Self::AnchorPlusMasks => 1,
+        }
+    }
+
+    /// Name in messages.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::AnchorFirst => "anchor-first",
+            Self::AnchorPlusMasks => "1+N",
+        }
+    }
+
+    /// The layout of a checkpoint without the flag: what its format has always meant, where there is such a thing.
+    ///
+    /// * `speculators_model_type` `dspark` → anchor-first, `dflash` → 1+N: the defaults of that format
+    /// * an architecture `…DSparkModel` (`Qwen3DSparkModel`) → anchor-first; the released DFlash drafters of that name too
+    /// * architecture `DFlashDraftModel` → 1+N
+    fn of_unmarked(architecture: &str, speculators_model_type: Option<&str>) -> Option<Self> {
+        match speculators_model_type {
+            Some("dspark") => Some(Self::AnchorFirst),
+            Some("dflash") => Some(Self::AnchorPlusMasks),
+            None if architecture.ends_with("DSparkModel") => Some(Self::AnchorFirst),
+            None if architecture == "DFlashDraftModel" => Some(Self::AnchorPlusMasks),
+            Some(_) | None => None,
+        }
+    }
+}
+
 /// A drafter's shape. The checkpoint's `config.json` is a copy of the target's with the fields below.
 #[derive(Debug, Clone, PartialEq)]
 pub struct DraftConfig {
@@ -70,11 +119,12 @@ pub struct DraftConfig {
     pub markov_rank: usize,
     /// Form of the Markov head; `None` exactly when the rank is 0.
     pub markov_head_type: Option<MarkovHeadType>,
-    /// Block layout. True: slot j predicts the token at anchor + 1 + j, so all slots propose. False: slot 0 is the known token and slot j
-    /// predicts its own position anchor + j.
+    /// Block layout: true for [`BlockLayout::AnchorFirst`], false for [`BlockLayout::AnchorPlusMasks`].
     pub sample_from_anchor: bool,
     /// Number of last context rows that are attended to; `None` = all.
     pub sliding_window: Option<usize>,
+    /// The mixture of experts in the place of the draft layers' MLPs; `None` for MLPs like the target's.
+    pub moe: Option<MoeConfig>,
 }
 
 impl DraftConfig {
@@ -95,9 +145,19 @@ impl DraftConfig {
         self.draft_vocab_size.unwrap_or(self.body.vocab_size)
     }
 
+    /// Whether the MLPs have a shared expert as wide as the target's MLP.
+    pub fn shared_expert_fits_target(&self) -> bool {
+        self.moe.as_ref().is_some_and(|moe| moe.shared_expert_intermediate_size == self.body.intermediate_size)
+    }
+
+    /// Which rows of a block predict which tokens.
+    pub fn layout(&self) -> BlockLayout {
+        if self.sample_from_anchor { BlockLayout::AnchorFirst } else { BlockLayout::AnchorPlusMasks }
+    }
+
     /// Tokens proposed per full block.
     pub fn proposals(&self) -> usize {
-        if self.sample_from_anchor { self.block_size } else { self.block_size - 1 }
+        self.block_size - self.layout().first_predicting_row()
     }
 
     /// Reads `config.json` of a checkpoint folder.
@@ -111,8 +171,9 @@ impl DraftConfig {
 
     /// Reads the content of a `config.json`; `path` is for messages. Fields may also stand in a nested `dflash_config`.
     ///
-    /// Where `sample_from_anchor` is absent, an architecture that ends in `DSparkModel` means anchor-first, which is how those
-    /// checkpoints were trained, and any other is refused.
+    /// Where `sample_from_anchor` is absent, the layout is what the format has always meant: anchor-first for an architecture that
+    /// ends in `DSparkModel` and for `speculators_model_type` `dspark`, 1+N for architecture `DFlashDraftModel` and for
+    /// `speculators_model_type` `dflash`. Anything else is refused.
     ///
     /// # Errors
     /// A field is missing, out of range or contradicts another; the block layout is not told.
@@ -125,11 +186,10 @@ impl DraftConfig {
         if !(architecture.contains("DSpark") || architecture.contains("DFlash")) {
             return Err(fields.unsupported("architecture", architecture, "DSpark and DFlash drafters"));
         }
-        let sample_from_anchor = match fields.optional_flag("sample_from_anchor")? {
-            Some(flag) => flag,
-            None if architecture.ends_with("DSparkModel") => true,
-            None => return Err(Error::AmbiguousLayout { path: path.into(), architecture: architecture.into() }),
-        };
+        let model_type = fields.optional_string("speculators_model_type")?;
+        let unmarked = || Some(BlockLayout::of_unmarked(architecture, model_type)? == BlockLayout::AnchorFirst);
+        let ambiguous = || Error::AmbiguousLayout { path: path.into(), architecture: architecture.into() };
+        let sample_from_anchor = fields.optional_flag("sample_from_anchor")?.or_else(unmarked).ok_or_else(ambiguous)?;
         let family = Family::parse(path, "model_type", fields.string("model_type")?)?;
         let mut body = TargetConfig::from_fields(&fields, family)?;
         body.qk_norm = fields.flag("qk_norm", true)?;
@@ -176,6 +236,7 @@ impl DraftConfig {
             markov_head_type,
             sample_from_anchor,
             sliding_window: sliding_window(&fields)?,
+            moe: MoeConfig::from_fields(&fields)?,
             body,
         };
         config.validate(path)?;
@@ -192,21 +253,7 @@ impl DraftConfig {
         if !(smallest..=MAX_BLOCK_SIZE).contains(&self.block_size) {
             return bad("block_size", self.block_size.to_string(), format!("{smallest} to {MAX_BLOCK_SIZE}"));
         }
-        let ids = &self.target_layer_ids;
-        let last = i32::try_from(self.num_target_layers).map_or(i32::MAX, |layers| layers - 2);
-        if ids.is_empty() || ids.iter().any(|id| !(-1..=last).contains(id)) {
-            let expected = format!(
-                "at least one id, each from -1 to {last} (num_target_layers is {}, its last layer is not allowed)",
-                self.num_target_layers
-            );
-            return bad("target_layer_ids", format!("{ids:?}"), expected);
-        }
-        let mut unique = ids.clone();
-        unique.sort_unstable();
-        unique.dedup();
-        if unique.len() != ids.len() {
-            return bad("target_layer_ids", format!("{ids:?}"), "each id once".into());
-        }
+        check_layer_ids(path, &self.target_layer_ids, self.num_target_layers)?;
         if let Some(size) = self.draft_vocab_size.filter(|size| !(1..self.body.vocab_size).contains(size)) {
             let expected = format!("1 to vocab_size {}", self.body.vocab_size);
             return bad("draft_vocab_size", size.to_string(), expected);
@@ -228,7 +275,10 @@ impl DraftConfig {
             let expected = "false without a Markov head and a confidence head";
             return bad("confidence_head_with_markov", "true".into(), expected.into());
         }
-        Ok(())
+        if self.sliding_window == Some(0) {
+            return bad("sliding_window", "0".into(), "at least 1".into());
+        }
+        self.moe.as_ref().map_or(Ok(()), |moe| moe.validate(path, body))
     }
 
     /// The `config.json`, in a fixed order: the body's fields, then the drafter's. [`from_json`](Self::from_json) gives the same
@@ -261,6 +311,9 @@ impl DraftConfig {
         }
         if !self.body.qk_norm {
             put("qk_norm", json!(false));
+        }
+        if let Some(moe) = &self.moe {
+            moe.write(&mut json);
         }
         Value::Object(json)
     }

@@ -7,12 +7,14 @@
 
 use candle_core::Tensor;
 use deepspec_kernels::linear::Linear;
+use deepspec_kernels::rms_norm;
 use deepspec_kernels::rope::RopeAngles;
-use deepspec_kernels::{rms_norm, silu_mul};
 
+use super::mlp::Mlp;
+use super::moe::Routing;
 use super::parallel_linear::ParallelLinear;
 use super::parameters::ParameterSource;
-use crate::config::TargetConfig;
+use crate::config::{DraftConfig, TargetConfig};
 use crate::error::Result;
 use crate::target::head_norm;
 
@@ -27,8 +29,7 @@ pub struct DraftLayer {
     q_norm: Option<Tensor>,
     k_norm: Option<Tensor>,
     post_attention_layernorm: Tensor,
-    gate_up_proj: ParallelLinear<2>,
-    down_proj: Linear,
+    mlp: Mlp,
     head_dim: usize,
     eps: f64,
 }
@@ -48,15 +49,15 @@ impl DraftLayer {
     ///
     /// # Errors
     /// When a tensor is missing or misshapen.
-    pub fn new(config: &TargetConfig, index: usize, source: ParameterSource<'_>) -> Result<Self> {
-        let TargetConfig { hidden_size, intermediate_size, head_dim, attention_bias, mlp_bias, .. } = *config;
+    pub fn new(drafter: &DraftConfig, index: usize, source: ParameterSource<'_>) -> Result<Self> {
+        let config = &drafter.body;
+        let TargetConfig { hidden_size, head_dim, attention_bias, .. } = *config;
         let (q_width, kv_width) = (config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim);
         let at = |name: &str| format!("layers.{index}.{name}");
         let norm = |name: &str| source.tensor(&at(name), &[hidden_size]);
         let linear = |name: &str, outputs, inputs, bias| source.linear(&at(name), outputs, inputs, bias);
         let part = |(name, outputs): (&str, usize)| (at(name), outputs);
         let (q, k, v) = (("self_attn.q_proj", q_width), ("self_attn.k_proj", kv_width), ("self_attn.v_proj", kv_width));
-        let (gate, up) = (("mlp.gate_proj", intermediate_size), ("mlp.up_proj", intermediate_size));
         let head_norm = |name: &str| config.qk_norm.then(|| source.tensor(&at(name), &[head_dim])).transpose();
         Ok(Self {
             input_layernorm: norm("input_layernorm.weight")?,
@@ -66,8 +67,7 @@ impl DraftLayer {
             q_norm: head_norm("self_attn.q_norm.weight")?,
             k_norm: head_norm("self_attn.k_norm.weight")?,
             post_attention_layernorm: norm("post_attention_layernorm.weight")?,
-            gate_up_proj: ParallelLinear::new([gate, up].map(part), hidden_size, mlp_bias, source)?,
-            down_proj: linear("mlp.down_proj", hidden_size, intermediate_size, mlp_bias)?,
+            mlp: Mlp::new(drafter, index, source)?,
             head_dim,
             eps: config.rms_norm_eps,
         })
@@ -105,9 +105,21 @@ impl DraftLayer {
     /// # Errors
     /// When shapes do not fit.
     pub fn finish(&self, x: &Tensor, mixed: &Tensor) -> Result<Tensor> {
+        Ok(self.finish_routed(x, mixed, None)?.0)
+    }
+
+    /// As [`finish`](Self::finish), with only the rows `routed` going to routed experts where the MLP is a mixture, and where they went.
+    ///
+    /// # Errors
+    /// When shapes do not fit.
+    pub fn finish_routed(
+        &self,
+        x: &Tensor,
+        mixed: &Tensor,
+        routed: Option<&[u32]>,
+    ) -> Result<(Tensor, Option<Routing>)> {
         let x = (x + self.o_proj.forward(mixed)?)?;
-        let h = rms_norm(&x, &self.post_attention_layernorm, self.eps)?;
-        let [gate, up] = self.gate_up_proj.forward(&h)?;
-        Ok((x + self.down_proj.forward(&silu_mul(&gate, &up)?)?)?)
+        let (y, routing) = self.mlp.forward(&rms_norm(&x, &self.post_attention_layernorm, self.eps)?, routed)?;
+        Ok(((x + y)?, routing))
     }
 }

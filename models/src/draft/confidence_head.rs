@@ -28,13 +28,13 @@ impl ConfidenceHead {
     /// Confidence logits.
     ///
     /// # Shapes
-    /// hidden `[n, hidden]`, latent `[n, rank]` → `[n]`
+    /// hidden `[n, hidden]`, embedding `[n, rank]` of the previous tokens → `[n]`
     ///
     /// # Errors
     /// When shapes do not fit.
-    pub fn logits(&self, hidden: &Tensor, latent: Option<&Tensor>) -> Result<Tensor> {
-        let input = match latent {
-            Some(latent) if self.with_markov => Tensor::cat(&[hidden, latent], 1)?,
+    pub fn logits(&self, hidden: &Tensor, embedding: Option<&Tensor>) -> Result<Tensor> {
+        let input = match embedding {
+            Some(embedding) if self.with_markov => Tensor::cat(&[hidden, embedding], 1)?,
             _ => hidden.clone(),
         };
         Ok(self.proj.forward(&input)?.flatten_all()?)

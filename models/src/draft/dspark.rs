@@ -14,10 +14,12 @@ use deepspec_kernels::rope::RopeFrequencies;
 use super::backbone::DraftLayer;
 use super::confidence_head::ConfidenceHead;
 use super::markov_head::MarkovHead;
+use super::moe::Routing;
 use super::parameters::ParameterSource;
 use super::vocabulary::DraftVocabulary;
-use crate::config::{DraftConfig, MarkovHeadType};
-use crate::error::{Error, Result};
+use crate::config::DraftConfig;
+use crate::error::Result;
+use crate::speculate::Temperatures;
 use crate::target::{embed, head_layout, rope_frequencies};
 
 /// A drafter of the DSpark family.
@@ -36,6 +38,8 @@ pub struct DSpark {
     pub(crate) lm_head: Option<Linear>,
     /// The tokens that drafting proposes, where they are not all of the target's; `None` in training, where the loss has it.
     pub(crate) vocabulary: Option<DraftVocabulary>,
+    /// Temperatures that drafting divides the confidence logits by.
+    pub(crate) calibration: Option<Temperatures>,
 }
 
 /// One sequence of a training batch.
@@ -47,37 +51,32 @@ pub struct TrainSequence<'a> {
     pub anchors: Vec<Option<usize>>,
 }
 
+/// What the training forward gives.
+#[derive(Debug)]
+pub struct TrainRows {
+    /// Final hidden rows `[block rows, hidden]`.
+    pub hidden: Tensor,
+    /// Where each layer's router sent the rows of the blocks that have an anchor; empty without experts.
+    pub routing: Vec<Routing>,
+}
+
 impl DSpark {
     /// Builds the drafter over its tensors. `embed_tokens` is the target's, frozen.
     ///
     /// # Errors
-    /// When a tensor is missing or misshapen, the draft vocabulary is no map, or the config asks for a head or block layout that is not implemented.
+    /// When a tensor is missing or misshapen, or the draft vocabulary is no map.
     pub fn new(config: DraftConfig, embed_tokens: Tensor, source: ParameterSource<'_>) -> Result<Self> {
         let hidden = config.body.hidden_size;
-        let unsupported = |field: &str, found: &str, supported| {
-            Err(Error::Unsupported { path: "config.json".into(), field: field.into(), found: found.into(), supported })
-        };
-        if !config.sample_from_anchor {
-            return unsupported("sample_from_anchor", "false", "`true` (anchor-first blocks)");
-        }
-        if let Some(kind) = config.markov_head_type
-            && kind != MarkovHeadType::Vanilla
-        {
-            return unsupported("markov_head_type", kind.name(), "`vanilla`");
-        }
         let features = config.target_layer_ids.len() * hidden;
         let markov_features = if config.confidence_head_with_markov { config.markov_rank } else { 0 };
-        let (vocab, draft_vocab) = (config.body.vocab_size, config.draft_vocab());
         Ok(Self {
             fc: source.linear("fc", hidden, features, false)?,
             hidden_norm: source.tensor("hidden_norm.weight", &[hidden])?,
             layers: (0..config.body.num_hidden_layers)
-                .map(|i| DraftLayer::new(&config.body, i, source))
+                .map(|i| DraftLayer::new(&config, i, source))
                 .collect::<Result<_>>()?,
             norm: source.tensor("norm.weight", &[hidden])?,
-            markov_head: (config.markov_rank > 0)
-                .then(|| MarkovHead::new(vocab, draft_vocab, config.markov_rank, source))
-                .transpose()?,
+            markov_head: MarkovHead::new(&config, source)?,
             confidence_head: config
                 .enable_confidence_head
                 .then(|| ConfidenceHead::new(hidden, markov_features, source))
@@ -88,9 +87,25 @@ impl DSpark {
                 ParameterSource::Frozen(weights, _) => DraftVocabulary::read(weights, &config)?,
                 ParameterSource::Trainable(_) => None,
             },
+            calibration: None,
             embed_tokens,
             config,
         })
+    }
+
+    /// The drafter with temperatures that its confidence logits are divided by when it drafts.
+    ///
+    /// # Errors
+    /// They are not one per confidence of a block; a drafter without a confidence head has none.
+    pub fn with_calibration(mut self, temperatures: Temperatures) -> Result<Self> {
+        let expected = self.confidence_head.as_ref().map_or(0, |_| self.config.proposals());
+        self.calibration = Some(Temperatures::new(temperatures.values().to_vec(), expected)?);
+        Ok(self)
+    }
+
+    /// The temperatures of its confidences, where it is calibrated.
+    pub fn calibration(&self) -> Option<&Temperatures> {
+        self.calibration.as_ref()
     }
 
     /// The drafter with an output head of its own, for drafting.
@@ -142,6 +157,24 @@ impl DSpark {
         embed(&self.embed_tokens, &tokens)
     }
 
+    /// The rows of whole blocks that predict a token, in the order of their slots: see
+    /// [`BlockLayout`](crate::config::BlockLayout).
+    ///
+    /// # Shapes
+    /// `[blocks · block_size, width]` → `[blocks · proposals, width]`
+    ///
+    /// # Errors
+    /// When the rows are not whole blocks.
+    pub fn predicting_rows(&self, rows: &Tensor) -> Result<Tensor> {
+        let first = self.config.layout().first_predicting_row();
+        if first == 0 {
+            return Ok(rows.clone());
+        }
+        let width = rows.dims()[1];
+        let blocks = rows.reshape(((), self.config.block_size, width))?;
+        Ok(blocks.narrow(1, first, self.config.proposals())?.contiguous()?.reshape(((), width))?)
+    }
+
     /// Final hidden rows of all blocks of a training batch, with gradients to every parameter of the backbone.
     ///
     /// # Shapes
@@ -150,9 +183,18 @@ impl DSpark {
     /// # Errors
     /// When shapes do not fit or an anchor lies outside its sequence.
     pub fn train_hidden(&self, sequences: &[TrainSequence<'_>], features: &Tensor) -> Result<Tensor> {
+        Ok(self.train_rows(sequences, features)?.hidden)
+    }
+
+    /// As [`train_hidden`](Self::train_hidden), with what the routers did. Blocks that pad go to no routed expert.
+    ///
+    /// # Errors
+    /// When shapes do not fit or an anchor lies outside its sequence.
+    pub fn train_rows(&self, sequences: &[TrainSequence<'_>], features: &Tensor) -> Result<TrainRows> {
         let size = self.config.block_size;
         let mut spans: Vec<(Range<usize>, Vec<BlockSpan>)> = Vec::new();
         let (mut context_positions, mut block_positions, mut anchor_tokens) = (Vec::new(), Vec::new(), Vec::new());
+        let mut routed = Vec::new();
         for sequence in sequences {
             let first = context_positions.len();
             context_positions.extend(0..sequence.tokens.len());
@@ -160,6 +202,7 @@ impl DSpark {
             for &anchor in &sequence.anchors {
                 let rows = block_positions.len()..block_positions.len() + size;
                 let position = anchor.unwrap_or(0);
+                routed.extend(rows.clone().filter(|_| anchor.is_some()).map(|row| row as u32));
                 let visible = anchor.map_or(0, |anchor| anchor.min(sequence.tokens.len()));
                 let oldest = self.config.sliding_window.map_or(0, |window| visible.saturating_sub(window));
                 block_positions.extend(position..position + size);
@@ -176,13 +219,18 @@ impl DSpark {
         let context = self.context_rows(features)?;
         let (context_angles, block_angles) = (self.rope.at(&context_positions), self.rope.at(&block_positions));
         let mut x = self.block_inputs(anchor_tokens.into_iter(), size)?;
+        let mut routing = Vec::new();
         for layer in &self.layers {
             let (context_k, context_v) = layer.context_keys_values(&context, &context_angles)?;
             let block = layer.project(&x, &block_angles)?;
             let k = Tensor::cat(&[&context_k, &block.k], 0)?;
             let v = Tensor::cat(&[&context_v, &block.v], 0)?;
-            x = layer.finish(&x, &attention.forward(&block.q, &k, &v)?)?;
+            let (y, routing_of_layer) =
+                layer.finish_routed(&x, &attention.forward(&block.q, &k, &v)?, Some(&routed))?;
+            x = y;
+            routing.extend(routing_of_layer);
         }
-        Ok(rms_norm(&x, &self.norm, self.config.body.rms_norm_eps)?)
+        let hidden = rms_norm(&x, &self.norm, self.config.body.rms_norm_eps)?;
+        Ok(TrainRows { hidden, routing })
     }
 }

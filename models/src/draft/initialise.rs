@@ -4,17 +4,21 @@
 
 use std::collections::BTreeMap;
 
-use candle_core::{Device, Tensor};
+use candle_core::{DType, Device, Tensor};
 
 use super::parameters::trainable_shapes;
-use super::{DraftVocabulary, Parameters};
-use crate::config::DraftConfig;
+use super::{DraftVocabulary, ParameterSource, Parameters};
+use crate::config::{DraftConfig, MarkovHeadType};
 use crate::error::{Error, Result};
 use crate::speculate::{CounterRng, Stream};
 use crate::weights::Weights;
 
 /// Standard deviation of random weights.
 const INIT_STD: f64 = 0.02;
+/// Scale of the routed experts' outputs in a start from the target, of what they have in a random one.
+const ROUTED_SCALE: f64 = 0.05;
+/// Largest component of an rnn head's latent rows that start as the bigram's: tanh leaves 1 − 0.95² ≈ 10 % of the gradient there.
+const LARGEST_LATENT: f32 = 0.95;
 /// Rounds of subspace iteration for the bigram's factors.
 const ITERATIONS: usize = 24;
 
@@ -23,8 +27,13 @@ const ITERATIONS: usize = 24;
 /// # Errors
 /// When a tensor cannot be made.
 pub fn random(config: &DraftConfig, seed: u64) -> Result<Parameters> {
+    random_of(trainable_shapes(config), seed)
+}
+
+/// The same for tensors of any drafter.
+pub(super) fn random_of(shapes: BTreeMap<String, Vec<usize>>, seed: u64) -> Result<Parameters> {
     let mut parameters = Parameters::default();
-    for (number, (name, shape)) in trainable_shapes(config).into_iter().enumerate() {
+    for (number, (name, shape)) in shapes.into_iter().enumerate() {
         let count: usize = shape.iter().product();
         let values: Vec<f32> = if name.ends_with("norm.weight") {
             vec![1.0; count]
@@ -43,6 +52,9 @@ pub fn random(config: &DraftConfig, seed: u64) -> Result<Parameters> {
 /// selection of the last feature layer, `hidden_norm` by the last layer's input norm. With that feature being the output
 /// of layer L − 2 and no q/k norm, the last draft layer's context keys and values equal the target's last layer's.
 ///
+/// Where the MLPs are mixtures, the shared expert takes the target's MLP if it is as wide; the routed experts stay random, but small,
+/// so that the start is nearly the target's layer. Without such a shared expert all of the MLP stays random.
+///
 /// # Errors
 /// When the target lacks a tensor of the shape needed.
 pub fn from_target_layers(parameters: &mut Parameters, config: &DraftConfig, target: &Weights) -> Result<()> {
@@ -55,7 +67,20 @@ pub fn from_target_layers(parameters: &mut Parameters, config: &DraftConfig, tar
     for (name, shape) in trainable_shapes(config) {
         let Some((layer, rest)) = name.strip_prefix("layers.").and_then(|rest| rest.split_once('.')) else { continue };
         let Ok(layer) = layer.parse::<usize>() else { continue };
-        let source = format!("model.layers.{}.{rest}", first + layer);
+        let mut source = format!("model.layers.{}.{rest}", first + layer);
+        if config.moe.is_some() && rest.starts_with("mlp.") {
+            if !config.shared_expert_fits_target() {
+                continue;
+            } else if let Some(part) = rest.strip_prefix("mlp.shared_expert.") {
+                source = format!("model.layers.{}.mlp.{part}", first + layer);
+            } else {
+                if rest.starts_with("mlp.experts.") && rest.ends_with("down_proj.weight") {
+                    let random = ParameterSource::Trainable(parameters).tensor(&name, &shape)?;
+                    replaced.push((name, (random * ROUTED_SCALE)?.detach()));
+                }
+                continue;
+            }
+        }
         // Head norms that the target's family does not have stay at 1; nothing else may be missing.
         let is_head_norm = rest.ends_with("q_norm.weight") || rest.ends_with("k_norm.weight");
         if target.contains(&source) || !is_head_norm {
@@ -140,6 +165,43 @@ pub fn bigram_factors(
     let w1 = Tensor::from_vec(w1, (vocab, rank), &Device::Cpu)?;
     let balance = (scale(&w2)? / scale(&w1)?.max(1e-12)).sqrt();
     Ok(((w1 * balance)?, (w2 / balance.max(1e-12))?))
+}
+
+/// Starts the Markov head from the bigram's factors W1 `[vocab, rank]` and W2 `[draft vocab, rank]`. Whatever the form, the bias
+/// of a slot is then `W2 · W1[x]` exactly, and every tensor still has a gradient:
+///
+/// * gated: `gate_proj` is 0, so that every gate is ½, and W1 is doubled.
+/// * rnn: `out` is the embedding, and W1 holds atanh of the scaled factor, so that tanh(out) undoes it; W2 takes the scale.
+///   Gate and candidate stay as they are.
+///
+/// # Errors
+/// When shapes do not fit.
+pub fn markov_from_bigram(parameters: &mut Parameters, config: &DraftConfig, w1: &Tensor, w2: &Tensor) -> Result<()> {
+    let (rank, hidden) = (config.markov_rank, config.body.hidden_size);
+    let (w1, w2) = match config.markov_head_type {
+        None => return Err(Error::Batch("a drafter without a Markov head cannot start from a bigram".into())),
+        Some(MarkovHeadType::Vanilla) => (w1.clone(), w2.clone()),
+        Some(MarkovHeadType::Gated) => {
+            let gate = Tensor::zeros((rank, hidden + rank), DType::F32, &Device::Cpu)?;
+            parameters.insert("markov_head.gate_proj.weight", &gate)?;
+            ((w1 * 2.0)?, w2.clone())
+        }
+        Some(MarkovHeadType::Rnn) => {
+            let name = "markov_head.joint_proj.weight";
+            let joint = parameters.get(name).ok_or_else(|| Error::Batch(format!("no parameter `{name}`")))?;
+            let zeros = |width| Tensor::zeros((rank, width), DType::F32, &Device::Cpu);
+            let out = Tensor::cat(&[&zeros(rank)?, &Tensor::eye(rank, DType::F32, &Device::Cpu)?, &zeros(hidden)?], 1)?;
+            let joint = Tensor::cat(&[&joint.narrow(0, 0, 2 * rank)?, &out], 0)?;
+            parameters.insert(name, &joint)?;
+            let values: Vec<f32> = w1.flatten_all()?.to_vec1()?;
+            let largest = values.iter().fold(LARGEST_LATENT, |largest, value| largest.max(value.abs()));
+            let scale = LARGEST_LATENT / largest;
+            let latent = values.iter().map(|value| (value * scale).atanh()).collect();
+            (Tensor::from_vec(latent, w1.shape(), &Device::Cpu)?, (w2 / f64::from(scale))?)
+        }
+    };
+    parameters.insert("markov_head.markov_w1.weight", &w1)?;
+    parameters.insert("markov_head.markov_w2.weight", &w2)
 }
 
 /// Leading eigenvectors U of C·G, normalised so that Uᵀ G U = 1, by subspace iteration with Gram–Schmidt in the G norm.

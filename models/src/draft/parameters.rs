@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use candle_core::{DType, Tensor, Var};
 use deepspec_kernels::linear::{Linear, Precision};
 
-use crate::config::{DraftConfig, TargetConfig};
+use crate::config::{DraftConfig, MarkovHeadType, TargetConfig};
 use crate::error::{Error, Result};
 use crate::weights::Weights;
 
@@ -56,11 +56,17 @@ pub fn trainable_shapes(config: &DraftConfig) -> BTreeMap<String, Vec<usize>> {
             ("self_attn.k_proj", kv, hidden_size, config.body.attention_bias),
             ("self_attn.v_proj", kv, hidden_size, config.body.attention_bias),
             ("self_attn.o_proj", hidden_size, q, config.body.attention_bias),
+        ];
+        let mlp = [
             ("mlp.gate_proj", intermediate_size, hidden_size, config.body.mlp_bias),
             ("mlp.up_proj", intermediate_size, hidden_size, config.body.mlp_bias),
             ("mlp.down_proj", hidden_size, intermediate_size, config.body.mlp_bias),
         ];
-        for (name, outputs, inputs, has_bias) in linears {
+        for (name, shape) in config.moe.iter().flat_map(|moe| moe.tensors(hidden_size)) {
+            add(format!("layers.{layer}.{name}"), &shape);
+        }
+        let dense = mlp.into_iter().filter(|_| config.moe.is_none());
+        for (name, outputs, inputs, has_bias) in linears.into_iter().chain(dense) {
             add(format!("layers.{layer}.{name}.weight"), &[outputs, inputs]);
             if has_bias {
                 add(format!("layers.{layer}.{name}.bias"), &[outputs]);
@@ -79,9 +85,18 @@ pub fn trainable_shapes(config: &DraftConfig) -> BTreeMap<String, Vec<usize>> {
     add("hidden_norm.weight".into(), &[hidden_size]);
     add("norm.weight".into(), &[hidden_size]);
     let rank = config.markov_rank;
-    if rank > 0 {
+    if let Some(kind) = config.markov_head_type {
         add("markov_head.markov_w1.weight".into(), &[vocab_size, rank]);
         add("markov_head.markov_w2.weight".into(), &[config.draft_vocab(), rank]);
+        let joined = match kind {
+            MarkovHeadType::Vanilla => None,
+            MarkovHeadType::Gated => Some(("gate_proj", rank, hidden_size + rank)),
+            MarkovHeadType::Rnn => Some(("joint_proj", 3 * rank, 2 * rank + hidden_size)),
+        };
+        if let Some((name, outputs, inputs)) = joined {
+            add(format!("markov_head.{name}.weight"), &[outputs, inputs]);
+            add(format!("markov_head.{name}.bias"), &[outputs]);
+        }
     }
     if config.enable_confidence_head {
         let width = hidden_size + if config.confidence_head_with_markov { rank } else { 0 };
@@ -101,6 +116,14 @@ pub enum ParameterSource<'a> {
 }
 
 impl ParameterSource<'_> {
+    /// The same tensors, packed in f32.
+    pub fn in_f32(self) -> Self {
+        match self {
+            Self::Frozen(weights, _) => Self::Frozen(weights, Precision::F32),
+            Self::Trainable(parameters) => Self::Trainable(parameters),
+        }
+    }
+
     /// A plain tensor.
     ///
     /// # Errors

@@ -60,7 +60,14 @@ impl DraftVocabulary {
     /// `d2t` is missing, or it or `t2d` has another length than the configuration says, or they hold what is no map: tokens that do
     /// not ascend or do not exist, flags that disagree. The error names tensor and entry.
     pub fn read(weights: &Weights, config: &DraftConfig) -> Result<Option<Self>> {
-        let (size, target_vocab) = (config.draft_vocab(), config.body.vocab_size);
+        Self::read_map(weights, config.draft_vocab(), config.body.vocab_size)
+    }
+
+    /// Reads the map of a drafter with `size` of the target's `target_vocab` tokens.
+    ///
+    /// # Errors
+    /// As [`DraftVocabulary::read`].
+    pub fn read_map(weights: &Weights, size: usize, target_vocab: usize) -> Result<Option<Self>> {
         if size == target_vocab && !weights.contains(D2T) {
             return Ok(None);
         }

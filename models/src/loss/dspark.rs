@@ -1,6 +1,7 @@
 //! DSpark's training objective (SPEC §5; DSpark paper, Eq. 8–12): which slots count, the weighted terms, the metrics.
 //!
-//! Slot k of a block with anchor a is trained on the token at a+1+k, against the target's distribution at a+k. It counts
+//! Slot k of a block with anchor a is trained on the token at a+1+k, against the target's distribution at a+k, whatever row the
+//! [block layout](crate::config::BlockLayout) reads it from. It counts
 //! only while its label lies inside the sequence and is supervised, as an unbroken prefix of the block, with weight
 //! w_k = exp(−k/`loss_decay_gamma`). Every term is Σ w·term / (Σ w + 1e−6) over the *whole* global batch, so the
 //! denominator is known before the first forward pass and gradient accumulation changes nothing.
@@ -18,8 +19,8 @@ use deepspec_kernels::linear::{Packed, Precision};
 use deepspec_kernels::vocab_loss::{LossRow, RowTerms, VocabLoss};
 use serde::{Deserialize, Serialize};
 
+use super::router::RouterSums;
 use crate::draft::dspark::TrainSequence;
-use crate::draft::markov_head::MarkovHead;
 use crate::draft::{DSpark, DraftVocabulary};
 use crate::error::{Error, Result};
 
@@ -46,7 +47,7 @@ pub struct LossWeights {
 /// One supervised slot.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Slot {
-    /// Row among all block rows of the micro-batch.
+    /// Row among all predicting rows of the micro-batch ([`DSpark::predicting_rows`]).
     pub row: usize,
     /// Row of the target position a+k among all context rows of the micro-batch.
     pub target: usize,
@@ -107,15 +108,15 @@ pub fn anchor_candidates(loss_mask: &[u8]) -> Vec<usize> {
 }
 
 impl Supervision {
-    /// Finds the supervised slots of a micro-batch; `loss_masks` has one mask per sequence, as long as its tokens. Without a
-    /// `vocabulary` the drafter has every token.
+    /// Finds the supervised slots of a micro-batch whose blocks propose `slots` tokens each; `loss_masks` has one mask per
+    /// sequence, as long as its tokens. Without a `vocabulary` the drafter has every token.
     ///
     /// # Errors
     /// [`Error::Batch`] when masks and sequences do not fit or an anchor lies outside its sequence.
     pub fn new(
         sequences: &[TrainSequence<'_>],
         loss_masks: &[&[u8]],
-        block_size: usize,
+        slots: usize,
         mask_token_id: u32,
         decay_gamma: Option<f64>,
         vocabulary: Option<&DraftVocabulary>,
@@ -133,17 +134,17 @@ impl Supervision {
             }
             let before = found.slots.len();
             for (index, anchor) in sequence.anchors.iter().enumerate() {
-                let rows = first_row + index * block_size;
+                let rows = first_row + index * slots;
                 let Some(anchor) = *anchor else {
-                    found.previous_of_row.extend(std::iter::repeat_n(mask_token_id, block_size));
+                    found.previous_of_row.extend(std::iter::repeat_n(mask_token_id, slots));
                     continue;
                 };
                 if anchor >= tokens.len() {
                     return Err(Error::Batch(format!("anchor {anchor} in a sequence of {} tokens", tokens.len())));
                 }
                 let previous = |k: usize| tokens.get(anchor + k).copied().unwrap_or(mask_token_id);
-                found.previous_of_row.extend((0..block_size).map(previous));
-                for k in 0..block_size {
+                found.previous_of_row.extend((0..slots).map(previous));
+                for k in 0..slots {
                     let label = anchor + 1 + k;
                     if label >= tokens.len() || mask[label] != 1 {
                         break;
@@ -174,9 +175,9 @@ impl Supervision {
             stats.sampled += kept;
             stats.sampled_share += kept / sequence.anchors.len().max(1) as f64;
             stats.supervised += supervised;
-            stats.supervised_share += supervised / block_size as f64;
+            stats.supervised_share += supervised / slots as f64;
             first_context += tokens.len();
-            first_row += sequence.anchors.len() * block_size;
+            first_row += sequence.anchors.len() * slots;
             first_block += sequence.anchors.len();
         }
         Ok(found)
@@ -187,10 +188,10 @@ impl Supervision {
 /// pass, the latter also plain for the gradient.
 #[derive(Debug, Clone)]
 pub struct LossHead {
-    target: Arc<Packed>,
-    draft: Arc<Packed>,
-    weight: Tensor,
-    vocabulary: Option<DraftVocabulary>,
+    pub(super) target: Arc<Packed>,
+    pub(super) draft: Arc<Packed>,
+    pub(super) weight: Tensor,
+    pub(super) vocabulary: Option<DraftVocabulary>,
 }
 
 impl LossHead {
@@ -257,19 +258,20 @@ pub fn dspark_loss(
     let with_target = with_acceptance || weights.tv != 0.0 || weights.kl != 0.0 || weights.confidence != 0.0;
     let denominator = denominators.all + DENOMINATOR_EPS;
     let ce_denominator = denominators.labelled + DENOMINATOR_EPS;
+    let hidden = &drafter.predicting_rows(hidden)?;
     let rows = hidden.dims()[0];
-    if supervision.previous_of_row.len() != rows {
-        return Err(Error::Batch(format!("{} block rows, supervision of {}", rows, supervision.previous_of_row.len())));
+    let previous = &supervision.previous_of_row;
+    if previous.len() != rows {
+        return Err(Error::Batch(format!("{rows} predicting rows, supervision of {}", previous.len())));
     }
     let device = hidden.device();
-    let latent = drafter.markov_head().map(|markov| markov.latent(&supervision.previous_of_row)).transpose()?;
-    let (m, w2) = match (&latent, drafter.markov_head().map(MarkovHead::w2)) {
-        (Some(latent), Some(Some(w2))) => (latent.clone(), w2.clone()),
-        (Some(_), _) => return Err(Error::Batch("the loss needs a trainable Markov head".into())),
-        (None, _) => {
-            let vocab = head.draft.outputs();
-            (Tensor::zeros((rows, 0), hidden.dtype(), device)?, Tensor::zeros((vocab, 0), hidden.dtype(), device)?)
-        }
+    let embedding = drafter.markov_head().map(|markov| markov.embedding(previous)).transpose()?;
+    let (m, w2) = if let (Some(markov), Some(embedding)) = (drafter.markov_head(), &embedding) {
+        let w2 = markov.w2().ok_or_else(|| Error::Batch("the loss needs a trainable Markov head".into()))?;
+        (markov.block_latents(embedding, hidden, drafter.config().proposals())?, w2.clone())
+    } else {
+        let vocab = head.draft.outputs();
+        (Tensor::zeros((rows, 0), hidden.dtype(), device)?, Tensor::zeros((vocab, 0), hidden.dtype(), device)?)
     };
     let op = VocabLoss {
         target_head: head.target.clone(),
@@ -293,6 +295,7 @@ pub fn dspark_loss(
             .collect(),
         kl_temperature: weights.kl_temperature as f32,
         with_target,
+        soft_targets: false,
     };
     let vocabulary = op.forward(hidden, &m, &w2, target_hidden)?;
     let mut loss = vocabulary.loss.squeeze(0)?;
@@ -304,8 +307,8 @@ pub fn dspark_loss(
     {
         let ids: Vec<u32> = supervision.slots.iter().map(|slot| slot.row as u32).collect();
         let ids = Tensor::from_vec(ids, supervision.slots.len(), device)?;
-        let latent = latent.as_ref().map(|latent| latent.index_select(&ids, 0)).transpose()?;
-        let logits = confidence_head.logits(&hidden.index_select(&ids, 0)?, latent.as_ref())?;
+        let embedding = embedding.as_ref().map(|rows| rows.index_select(&ids, 0)).transpose()?;
+        let logits = confidence_head.logits(&hidden.index_select(&ids, 0)?, embedding.as_ref())?;
         let labels = Tensor::from_slice(&acceptance, acceptance.len(), device)?;
         let terms = binary_cross_entropy(&logits, &labels)?;
         // Part of the graph at weight 0 too, so that the head always has a gradient.
@@ -316,7 +319,7 @@ pub fn dspark_loss(
         confidence_logits = logits.detach().to_vec1::<f32>()?;
         confidence_terms = terms.detach().to_vec1::<f32>()?;
     }
-    let mut sums = MetricSums::new(drafter.config().block_size, supervision);
+    let mut sums = MetricSums::new(drafter.config().proposals(), supervision);
     if !with_target {
         confidence_logits.clear();
         confidence_terms.clear();
@@ -389,18 +392,21 @@ pub struct MetricSums {
     pub tau: f64,
     /// Blocks whose acceptance was measured.
     pub blocks: f64,
+    /// Of the routers, where there are experts.
+    #[serde(default)]
+    pub router: RouterSums,
     anchors: [f64; 7],
 }
 
 impl MetricSums {
-    fn new(block_size: usize, supervision: &Supervision) -> Self {
+    fn new(slots: usize, supervision: &Supervision) -> Self {
         let a = supervision.anchor_stats;
         Self {
             weight: supervision.weights.all,
             labelled_weight: supervision.weights.labelled,
             rows: supervision.slots.len() as f64,
-            accepted: vec![0.0; block_size],
-            slots: vec![0.0; block_size],
+            accepted: vec![0.0; slots],
+            slots: vec![0.0; slots],
             anchors: [
                 a.sequences,
                 a.candidates,
@@ -448,6 +454,7 @@ impl MetricSums {
         self.confidence_cumprod_bias += other.confidence_cumprod_bias;
         self.tau += other.tau;
         self.blocks += other.blocks;
+        self.router.add(&other.router);
         let longest = self.accepted.len().max(other.accepted.len());
         self.accepted.resize(longest, 0.0);
         self.slots.resize(longest, 0.0);
@@ -485,6 +492,7 @@ impl MetricSums {
             out.push(("confidence_bias".into(), self.confidence_bias / measured));
             out.push(("confidence_cumprod_bias".into(), self.confidence_cumprod_bias / measured));
         }
+        out.extend(self.router.metrics());
         for (k, (accepted, slots)) in self.accepted.iter().zip(&self.slots).enumerate() {
             out.push((format!("accept_rate@{k}"), accepted / slots.max(1.0)));
         }

@@ -62,6 +62,38 @@ pub enum SpeculateError {
         /// Number of tokens of the row.
         vocab_size: usize,
     },
+    /// A table of confidence temperatures belongs to another block size.
+    #[error("`temperatures` has {found} entries, expected {expected}, one per confidence of a block")]
+    TemperatureCount {
+        /// Number of temperatures.
+        found: usize,
+        /// Confidences of a block; 0 for a drafter without a confidence head.
+        expected: usize,
+    },
+    /// A confidence temperature is not a finite number above 0.
+    #[error("`temperatures[{position}]` is {value}, expected a finite number above 0")]
+    Temperature {
+        /// Position in the block, from 0.
+        position: usize,
+        /// The value given.
+        value: f32,
+    },
+    /// A confidence logit is NaN.
+    #[error("confidence logit at block position {} is NaN", position + 1)]
+    NanConfidence {
+        /// Position in the block, from 0.
+        position: usize,
+    },
+    /// Too little was verified to fit a confidence temperature.
+    #[error("cannot calibrate block position {}: {found} verified blocks reach it, at least {needed} are needed", position + 1)]
+    TooFewBlocks {
+        /// Position in the block, from 0.
+        position: usize,
+        /// Blocks that reach it.
+        found: usize,
+        /// Blocks needed.
+        needed: usize,
+    },
 }
 
 impl SpeculateError {
@@ -77,6 +109,11 @@ impl SpeculateError {
             Self::UnknownToken { .. } => {
                 Some("the drafter and the target must share one tokenizer and vocabulary size".to_owned())
             }
+            Self::TemperatureCount { .. } | Self::Temperature { .. } => {
+                Some("fit the temperatures again with `deepspec eval --calibrate`".to_owned())
+            }
+            Self::NanConfidence { .. } => Some("check the drafter's confidence head for NaN weights".to_owned()),
+            Self::TooFewBlocks { .. } => Some("give more prompts or longer answers".to_owned()),
             Self::EmptyRow | Self::NotADistribution { .. } | Self::BlockShape { .. } => None,
         }
     }

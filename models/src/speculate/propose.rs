@@ -8,6 +8,7 @@ use candle_core::{Layout, Storage, Tensor};
 use deepspec_kernels::linear::Linear;
 
 use super::{CounterRng, Distribution, SamplingParams, Stream};
+use crate::draft::markov_head::{MarkovState, slot_rows};
 use crate::draft::{DSpark, DraftVocabulary};
 use crate::error::{Error, Result};
 use crate::kv_cache::KvCache;
@@ -21,6 +22,8 @@ pub struct DraftRequest<'a> {
     pub tokens: &'a [u32],
     /// Most tokens that can still be used.
     pub most: usize,
+    /// Tokens that end the sequence.
+    pub stop_ids: &'a [u32],
     /// Sampling settings, applied to the draft side as to the target's.
     pub sampling: &'a SamplingParams,
     /// Seed of the request.
@@ -36,7 +39,8 @@ pub struct Proposal {
     pub tokens: Vec<u32>,
     /// The distribution that each token was drawn from.
     pub distributions: Vec<Distribution>,
-    /// Logits of each token's survival, given all before it; empty when the proposer has no confidence.
+    /// Logits of each token's survival, given all before it, calibrated where the drafter is; empty when the proposer has no
+    /// confidence.
     pub confidence_logits: Vec<f32>,
     /// Tokens at the end of the text that a lookup found again; 0 for a drafter. Longer matches are accepted more often.
     pub matched: usize,
@@ -67,6 +71,19 @@ pub trait Proposer {
     fn observe(&mut self, features: &Tensor, commits: &[(usize, usize)]) -> Result<()> {
         let _ = (features, commits);
         Ok(())
+    }
+
+    /// Number of last committed positions whose features a proposal depends on; `None` for all.
+    fn window(&self) -> Option<usize> {
+        None
+    }
+
+    /// Passes over the next `len` committed positions of a slot, whose features it is not given. Those of at least a window follow.
+    ///
+    /// # Errors
+    /// When the proposer has no window, or the slot is full.
+    fn skip(&mut self, slot: usize, len: usize) -> Result<()> {
+        Err(Error::Batch(format!("{} cannot pass over {len} positions of slot {slot}", self.name())))
     }
 
     /// Drafts for several requests at once, one proposal each.
@@ -189,7 +206,7 @@ impl Proposer for DSparkProposer<'_> {
     }
 
     fn block_size(&self) -> usize {
-        self.drafter.config().block_size
+        self.drafter.config().proposals()
     }
 
     fn feature_layers(&self) -> &[i32] {
@@ -200,8 +217,16 @@ impl Proposer for DSparkProposer<'_> {
         self.drafter.extend_context(&mut self.cache, features, commits)
     }
 
+    fn window(&self) -> Option<usize> {
+        self.drafter.config().sliding_window
+    }
+
+    fn skip(&mut self, slot: usize, len: usize) -> Result<()> {
+        self.drafter.skip_context(&mut self.cache, slot, len)
+    }
+
     fn propose(&mut self, requests: &[DraftRequest<'_>]) -> Result<Vec<Proposal>> {
-        let size = self.block_size();
+        let slots = self.block_size();
         let mut proposals = vec![Proposal::default(); requests.len()];
         let mut anchors = Vec::new();
         let mut previous = Vec::new();
@@ -219,24 +244,28 @@ impl Proposer for DSparkProposer<'_> {
             anchors.push((request.slot, anchor));
             previous.push(anchor);
         }
-        let steps = requests.iter().map(|r| r.most.min(size)).max().unwrap_or(0);
+        let steps = requests.iter().map(|r| r.most.min(slots)).max().unwrap_or(0);
         if steps == 0 {
             return Ok(proposals);
         }
-        let hidden = self.drafter.block_hidden(&self.cache, &anchors)?;
+        let hidden = self.drafter.predicting_rows(&self.drafter.block_hidden(&self.cache, &anchors)?)?;
         let width = hidden.dims()[1];
-        let used = hidden.reshape((requests.len(), size, width))?.narrow(1, 0, steps)?.contiguous()?;
-        let used = used.reshape((requests.len() * steps, width))?;
+        let blocks = hidden.reshape((requests.len(), slots, width))?.narrow(1, 0, steps)?.contiguous()?;
+        let used = blocks.reshape((requests.len() * steps, width))?;
         let base = self.lm_head.forward(&used)?;
         let (storage, layout) = base.storage_and_layout();
         let (base, vocab) = (host(&storage, layout)?, base.dims()[1]);
         let tokens = self.drafter.vocabulary().map(DraftVocabulary::tokens);
         let mut previous_of_row = vec![0; requests.len() * steps];
         let mut logits = Vec::with_capacity(vocab);
-        // Left to right: the token drawn at slot j conditions the bias of slot j + 1 (Eq. 4–5).
+        let mut state = MarkovState::default();
+        // Left to right: the token drawn at slot j conditions the bias of slot j + 1 (Eq. 4–6).
         for j in 0..steps {
             let bias = match self.drafter.markov_head() {
-                Some(markov) => Some(markov.bias(&markov.latent(&previous)?)?),
+                Some(markov) => {
+                    let embedding = markov.embedding(&previous)?;
+                    Some(markov.bias(&markov.latent(&embedding, &slot_rows(&blocks, j)?, &mut state)?)?)
+                }
                 None => None,
             };
             let bias = bias.as_ref().map(Tensor::storage_and_layout);
@@ -262,10 +291,13 @@ impl Proposer for DSparkProposer<'_> {
             }
         }
         if let Some(head) = self.drafter.confidence_head() {
-            let latent = self.drafter.markov_head().map(|markov| markov.latent(&previous_of_row)).transpose()?;
-            let confidence: Vec<f32> = head.logits(&used, latent.as_ref())?.to_vec1()?;
+            let embedding = self.drafter.markov_head().map(|markov| markov.embedding(&previous_of_row)).transpose()?;
+            let confidence: Vec<f32> = head.logits(&used, embedding.as_ref())?.to_vec1()?;
             for (proposal, confidence) in proposals.iter_mut().zip(confidence.chunks_exact(steps)) {
                 proposal.confidence_logits.extend_from_slice(&confidence[..proposal.tokens.len()]);
+                if let Some(temperatures) = self.drafter.calibration() {
+                    temperatures.scale(&mut proposal.confidence_logits);
+                }
             }
         }
         Ok(proposals)
@@ -292,7 +324,15 @@ mod tests {
     use super::*;
 
     fn propose(tokens: &[u32], most: usize) -> Proposal {
-        let request = DraftRequest { slot: 0, tokens, most, sampling: &SamplingParams::greedy(), seed: 0, round: 0 };
+        let request = DraftRequest {
+            slot: 0,
+            tokens,
+            most,
+            stop_ids: &[],
+            sampling: &SamplingParams::greedy(),
+            seed: 0,
+            round: 0,
+        };
         NgramProposer::new(4, 7).propose(&[request]).unwrap().remove(0)
     }
 

@@ -8,15 +8,17 @@ use std::path::Path;
 use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
-use deepspec_models::config::{DraftConfig, MarkovHeadType, TargetConfig};
+use deepspec_models::config::{DraftConfig, DrafterConfig, MarkovHeadType, TargetConfig};
 use deepspec_models::draft::dspark::TrainSequence;
-use deepspec_models::draft::{DSpark, ParameterSource, Parameters, initialise};
+use deepspec_models::draft::{ParameterSource, Parameters, initialise};
 use deepspec_models::linear::{Packed, Precision as Packing};
 use deepspec_models::loss::dspark::{LossHead, LossWeights};
+use deepspec_models::loss::router::RouterWeights;
 use deepspec_models::optimizer::{AdamWConfig, Optimizer};
 use deepspec_models::speculate::{CounterRng, Stream};
 use deepspec_models::target::TargetEnds;
 use deepspec_models::weights::Weights;
+use deepspec_stages::drafter::Drafter;
 use deepspec_stages::train::batches::MicroBatch;
 use deepspec_stages::train::step;
 use serde::Deserialize;
@@ -58,7 +60,7 @@ pub(crate) struct Training {
     target_hidden: Tensor,
     inverse_frequencies: Vec<f32>,
     parameters: Parameters,
-    drafter: DSpark,
+    drafter: Drafter,
     embed_tokens: Tensor,
     head: LossHead,
     optimizer: Optimizer,
@@ -87,7 +89,11 @@ impl Training {
             target_hidden: random(2, rows, hidden)?,
             inverse_frequencies: config.body.rope.inverse_frequencies(config.body.head_dim),
             optimizer: Optimizer::new(ADAMW, &parameters),
-            drafter: DSpark::new(config, embed_tokens.clone(), ParameterSource::Trainable(&parameters))?,
+            drafter: Drafter::new(
+                DrafterConfig::Block(config),
+                embed_tokens.clone(),
+                ParameterSource::Trainable(&parameters),
+            )?,
             head: LossHead::new(&lm_head, Arc::new(packed), None)?,
             embed_tokens,
             parameters,
@@ -112,10 +118,21 @@ impl Training {
                 target_hidden: self.target_hidden.clone(),
             }];
             let Self { drafter, parameters, head, optimizer, .. } = self;
-            let (time, done) =
-                timed(|| Ok(step::run(drafter, parameters, head, &WEIGHTS, optimizer, &batch, LR, true)?))?;
+            let (time, done) = timed(|| {
+                Ok(step::run(
+                    drafter,
+                    parameters,
+                    head,
+                    &WEIGHTS,
+                    RouterWeights::default(),
+                    optimizer,
+                    &batch,
+                    LR,
+                    true,
+                )?)
+            })?;
             seconds.push(time);
-            losses.push(done.sums.loss);
+            losses.push(done.sums.loss());
             norms.push(done.grad_norm);
         }
         Ok(json!({
@@ -145,7 +162,8 @@ impl Training {
             tensors.insert(name.into(), tensor);
         }
         candle_core::safetensors::save(&tensors, path)?;
-        let config = self.drafter.config();
+        let Drafter::Block(drafter) = &self.drafter else { return Err("expected a block drafter".into()) };
+        let config = drafter.config();
         Ok(json!({
             "hidden": config.body.hidden_size,
             "intermediate": config.body.intermediate_size,
@@ -173,6 +191,7 @@ fn draft_config(target: &TargetConfig, shape: &Shape) -> DraftConfig {
         markov_head_type: Some(MarkovHeadType::Vanilla),
         sample_from_anchor: true,
         sliding_window: None,
+        moe: None,
         draft_vocab_size: None,
     }
 }

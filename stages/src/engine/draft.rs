@@ -106,6 +106,10 @@ impl Engine<'_> {
             for &(place, _) in asked {
                 let sequence = &mut self.active[place];
                 let rows = sequence.unseen.iter().map(|rows| rows.dims()[0]).sum();
+                let passed = std::mem::take(&mut sequence.passed);
+                if passed > 0 {
+                    proposer.skip(sequence.slot, passed)?;
+                }
                 if rows > 0 {
                     drafts.has_backlog |= rows > usual;
                     commits.push((sequence.slot, rows));
@@ -124,6 +128,7 @@ impl Engine<'_> {
                 slot: *slot,
                 tokens,
                 most,
+                stop_ids: &request.stop_ids,
                 sampling: &request.sampling,
                 seed: request.seed,
                 round: rounds.len() as u64,

@@ -40,7 +40,7 @@ use crate::error::{Error, Result};
 use sequence::Sequence;
 
 /// Prompt tokens of one sequence that a step reads at most.
-const PREFILL_CHUNK: usize = 256;
+pub(crate) const PREFILL_CHUNK: usize = 256;
 /// Prompt tokens that a step reads at most, of all sequences together: the others wait for it.
 const PREFILL_STEP: usize = 512;
 

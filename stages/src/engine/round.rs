@@ -99,6 +99,8 @@ impl Engine<'_> {
         let vocab = self.target.config().vocab_size;
         let (mut first_row, mut first_logits) = (0, 0);
         let load = turns.len();
+        // The only source that takes features is the drafter.
+        let window = self.sources.iter().find(|source| !source.feature_layers().is_empty()).and_then(|s| s.window());
         for (i, (sequence, turn)) in self.active.iter_mut().zip(turns).enumerate() {
             let row_count = turn.tokens.len();
             let rows = &logits[first_logits * vocab..(first_logits + turn.logits.len()) * vocab];
@@ -130,7 +132,7 @@ impl Engine<'_> {
                 updates.push(Update { id, tokens, text, logprobs, round, finished: None });
             }
             if let Some(features) = features.filter(|_| ended[i].is_none() && kept > 0) {
-                sequence.unseen.push(features.narrow(0, first_row, kept)?);
+                sequence.keep_features(features.narrow(0, first_row, kept)?, window);
             }
             first_row += row_count;
         }

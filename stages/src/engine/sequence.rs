@@ -145,6 +145,8 @@ pub(super) struct Sequence {
     pub(super) min_margin: f32,
     /// Features of committed positions that no drafter has been given yet, in order.
     pub(super) unseen: Vec<Tensor>,
+    /// Positions before those whose features are no longer kept, since the drafter's window lies behind them.
+    pub(super) passed: usize,
     pub(super) estimates: Estimates,
     /// What penalties look at; `None` where nothing is adjusted.
     pub(super) history: Option<History>,
@@ -155,6 +157,18 @@ pub(super) struct Sequence {
 }
 
 impl Sequence {
+    /// Keeps features of newly committed positions for a drafter that needs those of the last `window`, or all.
+    pub(super) fn keep_features(&mut self, rows: Tensor, window: Option<usize>) {
+        self.unseen.push(rows);
+        let Some(window) = window else { return };
+        let mut kept: usize = self.unseen.iter().map(|rows| rows.dims()[0]).sum();
+        while let Some(first) = self.unseen.first().map(|rows| rows.dims()[0]).filter(|first| kept - first >= window) {
+            self.unseen.remove(0);
+            self.passed += first;
+            kept -= first;
+        }
+    }
+
     pub(super) fn new(request: Request, slot: usize) -> Self {
         let tokens = request.prompt.clone();
         let options = &request.options;
@@ -167,6 +181,7 @@ impl Sequence {
             rounds: Vec::new(),
             min_margin: f32::INFINITY,
             unseen: Vec::new(),
+            passed: 0,
             estimates: Estimates::of_request(),
             history,
             text,

@@ -6,8 +6,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
 
-use deepspec_models::draft::DSpark;
-use deepspec_models::speculate::{DSparkProposer, NgramProposer, NoProposer, Proposer, SamplingParams, top_gap};
+use deepspec_models::speculate::{NgramProposer, NoProposer, Proposer, SamplingParams, top_gap};
 use deepspec_models::target::{NewTokens, Target};
 use serde::{Deserialize, Serialize};
 
@@ -15,6 +14,7 @@ use super::cost::RoundTime;
 use super::metrics::{Round, calibration};
 use super::prompts::Prompt;
 use super::speed::Timing;
+use crate::drafter::Drafter;
 use crate::engine::{Adaptive, Engine, Finished, Request, RequestOptions, StepCosts};
 use crate::error::{Error, Result};
 use crate::progress::{Context, Event};
@@ -55,19 +55,18 @@ pub struct Sample {
 pub(super) type Key = (usize, usize, usize);
 
 /// Name of a proposer in tables.
-pub(super) fn name(proposer: Contender, drafter: Option<&DSpark>) -> &'static str {
+pub(super) fn name(proposer: Contender, drafter: Option<&Drafter>) -> &'static str {
     match (proposer, drafter) {
         (Contender::Plain, _) => "plain",
         (Contender::Ngram, _) => "ngram",
-        (Contender::Draft, Some(drafter)) if drafter.markov_head().is_none() => "dflash",
-        (Contender::Draft, _) => "dspark",
+        (Contender::Draft, drafter) => drafter.map_or("draft", Drafter::name),
         (Contender::Hybrid, _) => "hybrid",
     }
 }
 
 /// Most tokens that a proposer proposes in a round.
-pub(super) fn block_size(proposer: Contender, drafter: Option<&DSpark>, settings: &EvalRecipe) -> usize {
-    let drafted = drafter.map_or(0, |drafter| drafter.config().block_size);
+pub(super) fn block_size(proposer: Contender, drafter: Option<&Drafter>, settings: &EvalRecipe) -> usize {
+    let drafted = drafter.map_or(0, Drafter::block_size);
     match proposer {
         Contender::Plain => 0,
         Contender::Ngram => settings.ngram_block,
@@ -79,12 +78,13 @@ pub(super) fn block_size(proposer: Contender, drafter: Option<&DSpark>, settings
 /// What is to be run.
 pub(super) struct Plan<'a> {
     pub(super) target: &'a Target,
-    pub(super) drafter: Option<&'a DSpark>,
+    pub(super) drafter: Option<&'a Drafter>,
     pub(super) settings: &'a EvalRecipe,
     pub(super) prompts: &'a [Prompt],
     pub(super) stop_ids: Arc<[u32]>,
     pub(super) identity: &'a str,
-    pub(super) step_costs: &'a StepCosts,
+    /// Costs by which rounds choose their length; `None` verifies every proposal whole.
+    pub(super) step_costs: Option<&'a StepCosts>,
 }
 
 impl<'a> Plan<'a> {
@@ -176,7 +176,7 @@ impl<'a> Plan<'a> {
             let lookup = || Box::new(NgramProposer::new(settings.ngram_max, settings.ngram_block));
             let drafter = || -> Result<Box<dyn Proposer + 'a>> {
                 let drafter = self.drafter.ok_or_else(|| Error::Input(NO_DRAFTER.into()))?;
-                Ok(Box::new(DSparkProposer::new(drafter, target.lm_head(), slots, capacity)?))
+                drafter.proposer(target, slots, capacity)
             };
             let mut engine = match contender {
                 Contender::Plain => Engine::new(target, Box::new(NoProposer), slots, capacity)?,
@@ -184,8 +184,8 @@ impl<'a> Plan<'a> {
                 Contender::Draft => Engine::new(target, drafter()?, slots, capacity)?,
                 Contender::Hybrid => Engine::hybrid(target, lookup(), drafter()?, slots, capacity)?,
             };
-            if settings.adaptive && contender != Contender::Plain {
-                engine = engine.adapt(Adaptive::new(self.step_costs.clone()));
+            if let Some(step_costs) = self.step_costs.filter(|_| contender != Contender::Plain) {
+                engine = engine.adapt(Adaptive::new(step_costs.clone()));
             }
             let mut request = self.request(0, &self.prompts[0], self.settings.temperatures[0]);
             request.max_new_tokens = request.max_new_tokens.min(WARM_UP_TOKENS);

@@ -3,15 +3,16 @@
 
 use std::fmt::Write;
 
+use super::calibrate::CalibrationOutcome;
+use super::confidence::CalibrationReport;
 use super::metrics::DEFINITIONS;
 use super::outcome::{EvalOutcome, Group, TemperatureResult};
 use super::plots::{Bar, Line, Point, bars, escape, lines};
+use super::reliability::diagram;
 use super::report::{Table, number, tables};
 use crate::recipe::Proposer;
 
 const STYLE: &str = include_str!("report.css");
-/// Positions in the reliability diagram, and colours there are.
-const DIAGRAM_POSITIONS: usize = 7;
 /// Colours of drafting, the target and the rest in the time split.
 const SPLIT_COLORS: [(&str, usize); 3] = [("draft", 2), ("target", 3), ("other", 5)];
 
@@ -36,6 +37,7 @@ pub(super) fn page(outcome: &EvalOutcome) -> String {
     for result in &outcome.temperatures {
         body.push_str(&section(result));
     }
+    body.push_str(&outcome.calibration.as_ref().map_or(String::new(), calibration));
     let passes = outcome.step_cost_table();
     _ = write!(body, "<h2>{}</h2>{}", escape(&passes.title), table(&passes));
     let definitions = DEFINITIONS.iter().map(|(name, meaning)| (*name, (*meaning).to_owned()));
@@ -217,32 +219,32 @@ fn times(result: &TemperatureResult) -> String {
     figure(title, text, &legend, &bars(title, &[(None, rows)]))
 }
 
-/// Reliability diagram of the confidences.
+/// Reliability diagram of the confidences of the verified tokens.
 fn reliability(result: &TemperatureResult) -> String {
-    let Some(report) = result.all.proposers.iter().find_map(|found| found.calibration.as_ref()) else {
-        return String::new();
-    };
-    let (mut drawn, mut legend) = (Vec::new(), Vec::new());
-    for at in report.positions.iter().take(DIAGRAM_POSITIONS) {
-        // Blue first, as in the other plots.
-        let color = [2, 3, 1, 4, 5, 6, 7][at.position % DIAGRAM_POSITIONS];
-        let point = |bin: &super::confidence::ReliabilityBin| {
-            let (x, y) = (bin.predicted_mean, bin.observed_mean);
-            let radius = 2.0 + 6.0 * (bin.count as f64 / at.count.max(1) as f64).sqrt();
-            let tip = format!("up to {}: predicted {x:.3}, observed {y:.3}, {} rounds", at.position + 1, bin.count);
-            Point { x, y, radius, tip }
-        };
-        drawn.push(Line { color, dashed: false, points: at.reliability.iter().map(point).collect() });
-        legend.push((format!("up to {}", at.position + 1), color));
-    }
-    let ticks: Vec<(f64, String)> =
-        (0..=4).map(|step| f64::from(step) / 4.0).map(|at| (at, format!("{at:.2}"))).collect();
-    let title = "Reliability of the confidence";
-    let svg = lines(title, (0.0, 1.0), &ticks, "predicted acceptance", &drawn, true);
+    let report = result.all.proposers.iter().find_map(|found| found.calibration.as_ref());
+    report.map_or(String::new(), |report| reliability_figure("Reliability of the confidence", report))
+}
+
+fn reliability_figure(title: &str, report: &CalibrationReport) -> String {
+    let (svg, legend) = diagram(title, report);
     let ece = number(report.summary.ece, 3);
     let text = format!(
         "Observed against predicted acceptance of the prefix; the diagonal is perfect, larger dots hold more rounds. \
          Mean ECE {ece}."
     );
     figure(title, &text, &legend, &svg)
+}
+
+/// What a calibration brought on the prompts that it was not fitted on.
+fn calibration(outcome: &CalibrationOutcome) -> String {
+    let CalibrationOutcome { table: fitted, all, .. } = outcome;
+    let one = |part: &Table| format!("<h3>{}</h3>{}", escape(&part.title), table(part));
+    let tables = outcome.tables().iter().map(one).collect::<Vec<_>>().concat();
+    format!(
+        "<h2>Calibration</h2><p>{}</p><p class=\"soft\">{}</p><div class=\"plots\">{}{}</div>{tables}",
+        escape(&outcome.headline()),
+        escape(&fitted.describe()),
+        reliability_figure("Reliability before calibration", &all.before),
+        reliability_figure("Reliability after calibration", &all.after),
+    )
 }

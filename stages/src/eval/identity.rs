@@ -6,13 +6,14 @@
 use std::collections::BTreeMap;
 
 use candle_core::Tensor;
-use deepspec_models::draft::DSpark;
+use deepspec_models::draft::{DSpark, Eagle3};
 use deepspec_models::target::{NewTokens, Target};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
 use super::hex;
 use super::outcome::Origin;
+use crate::drafter::Drafter;
 use crate::error::Result;
 use crate::recipe::Recipe;
 
@@ -35,9 +36,9 @@ impl Fingerprints {
     ///
     /// # Errors
     /// When a model fails.
-    pub(super) fn take(target: &Target, drafter: Option<&DSpark>, prompt: &[u32]) -> Result<Self> {
+    pub(super) fn take(target: &Target, drafter: Option<&Drafter>, prompt: &[u32]) -> Result<Self> {
         let tokens = &prompt[..prompt.len().min(PROBE_TOKENS)];
-        let capture = drafter.map_or(&[][..], |drafter| &drafter.config().target_layer_ids);
+        let capture = drafter.map_or(&[][..], Drafter::target_layer_ids);
         let mut cache = target.new_cache(1, tokens.len())?;
         let rows = target.forward(&mut cache, &[NewTokens { slot: 0, tokens }], capture)?;
         let target_bits = digest(&[rows.hidden.clone(), target.logits(&rows.hidden, &[tokens.len() - 1])?])?;
@@ -49,20 +50,36 @@ impl Fingerprints {
     }
 }
 
-/// What every part of a drafter gives for one block behind the probe.
-fn drafter_rows(drafter: &DSpark, features: &Tensor, tokens: &[u32]) -> Result<Vec<Tensor>> {
+/// What every part of a drafter gives behind the probe.
+fn drafter_rows(drafter: &Drafter, features: &Tensor, tokens: &[u32]) -> Result<Vec<Tensor>> {
+    match drafter {
+        Drafter::Block(drafter) => block_rows(drafter, features, tokens),
+        Drafter::Eagle3(drafter) => eagle3_rows(drafter, features, tokens),
+    }
+}
+
+fn eagle3_rows(drafter: &Eagle3, features: &Tensor, tokens: &[u32]) -> Result<Vec<Tensor>> {
+    let mut context = drafter.new_context(1, tokens.len())?;
+    let hidden = drafter.feature_rows(features)?;
+    // The token after the probe is not known: any will do, so that every position has its row.
+    let next: Vec<u32> = tokens[1..].iter().chain(&tokens[tokens.len() - 1..]).copied().collect();
+    let out = drafter.extend_context(&mut context, &hidden, &next, &[(0, tokens.len())])?;
+    Ok(vec![drafter.head_rows(&out)?])
+}
+
+fn block_rows(drafter: &DSpark, features: &Tensor, tokens: &[u32]) -> Result<Vec<Tensor>> {
     let mut context = drafter.new_context(1, tokens.len() + drafter.config().block_size)?;
     drafter.extend_context(&mut context, features, &[(0, tokens.len())])?;
     let anchor = tokens[tokens.len() - 1];
-    let hidden = drafter.block_hidden(&context, &[(0, anchor)])?;
-    let previous = vec![anchor; hidden.dims()[0]];
-    let latent = drafter.markov_head().map(|markov| markov.latent(&previous)).transpose()?;
+    let hidden = drafter.predicting_rows(&drafter.block_hidden(&context, &[(0, anchor)])?)?;
+    let slots = hidden.dims()[0];
+    let embedding = drafter.markov_head().map(|markov| markov.embedding(&vec![anchor; slots])).transpose()?;
     let mut rows = Vec::new();
-    if let (Some(markov), Some(latent)) = (drafter.markov_head(), &latent) {
-        rows.push(markov.bias(latent)?);
+    if let (Some(markov), Some(embedding)) = (drafter.markov_head(), &embedding) {
+        rows.push(markov.bias(&markov.block_latents(embedding, &hidden, slots)?)?);
     }
     if let Some(confidence) = drafter.confidence_head() {
-        rows.push(confidence.logits(&hidden, latent.as_ref())?);
+        rows.push(confidence.logits(&hidden, embedding.as_ref())?);
     }
     rows.push(hidden);
     Ok(rows)

@@ -14,6 +14,8 @@ use crate::engine::RoundRecord;
 pub const REPETITION_ORDER: usize = 4;
 /// Rounds after which a low acceptance length is called a failure and not bad luck.
 pub const IDLE_ROUNDS: u64 = 200;
+/// Rounds among them that have to have drafted, where an adaptive engine has left the drafter out of the others.
+const IDLE_DRAFTS: u64 = 32;
 /// Acceptance length below which a drafter is as good as absent.
 pub const IDLE_TAU: f64 = 1.05;
 
@@ -219,10 +221,11 @@ impl Acceptance {
         }
         // Without the rounds that were left to plain decoding on purpose.
         let tau = ratio(self.committed.saturating_sub(self.fallback_rounds), rounds);
-        let tau = tau.filter(|&tau| rounds >= IDLE_ROUNDS && tau < IDLE_TAU)?;
+        let is_enough = self.rounds >= IDLE_ROUNDS && rounds >= IDLE_DRAFTS;
+        let tau = tau.filter(|&tau| is_enough && tau < IDLE_TAU)?;
         Some(format!(
-            "`{name}` has a tau of {tau:.3} over {rounds} rounds, below {IDLE_TAU}: it does not fit this target, or is read \
-             with the wrong layers, block layout or mask token"
+            "`{name}` has a tau of {tau:.3} over {rounds} rounds, below {IDLE_TAU}: it does not fit this target, or its \
+             config.json is wrong about the block layout (`sample_from_anchor`), the target layers or the mask token"
         ))
     }
 }
@@ -317,6 +320,9 @@ mod tests {
         let mostly_plain = |drafted: Round| [vec![fallback.clone(); 4000], vec![drafted; 200]].concat();
         assert_eq!(idle(mostly_plain(round(5, 5, 1, 2))), None, "left out on purpose");
         assert!(idle(mostly_plain(round(5, 5, 0, 1))).unwrap().contains("over 200 rounds"));
+        let tried = |times: usize| [vec![fallback.clone(); 400], vec![round(5, 5, 0, 1); times]].concat();
+        assert_eq!(idle(tried(31)), None, "hardly tried");
+        assert!(idle(tried(32)).unwrap().contains("over 32 rounds"));
     }
 
     #[test]

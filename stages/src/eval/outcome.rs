@@ -2,9 +2,10 @@
 
 use std::collections::HashMap;
 
-use deepspec_models::draft::DSpark;
+use deepspec_models::config::DrafterConfig;
 use serde::{Deserialize, Serialize};
 
+use super::calibrate::CalibrationOutcome;
 use super::confidence::CalibrationReport;
 use super::cost::RoundCost;
 use super::decode::{Difference, Key, Sample, is_greedy, name};
@@ -12,6 +13,7 @@ use super::identity::Fingerprints;
 use super::metrics::{Acceptance, Round, calibration, repetition};
 use super::prompts::{Prompt, SetInfo};
 use super::speed::{Speed, Speedup, Timing, speedup};
+use crate::drafter::Drafter;
 use crate::engine::StepCost;
 use crate::error::{Error, Result};
 use crate::recipe::{Proposer, Recipe};
@@ -39,9 +41,9 @@ pub struct Origin {
 }
 
 /// The drafter that was measured.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct DrafterInfo {
-    /// `dspark` or `dflash`.
+    /// `dspark`, `dflash` or `eagle3`.
     pub name: String,
     /// Tokens proposed per round.
     pub block_size: usize,
@@ -53,19 +55,27 @@ pub struct DrafterInfo {
     pub markov_rank: usize,
     /// Whether it has a confidence head.
     pub confidence_head: bool,
+    /// Trained parameters: without the copies of the target's embedding and output head.
+    #[serde(default)]
+    pub parameters: usize,
+    /// What its confidence logits are divided by, where it is calibrated.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub temperatures: Option<Vec<f32>>,
 }
 
 impl DrafterInfo {
     /// Facts of a drafter.
-    pub(super) fn of(drafter: &DSpark) -> Self {
+    pub(super) fn of(drafter: &Drafter) -> Self {
         let config = drafter.config();
         Self {
-            name: name(Proposer::Draft, Some(drafter)).into(),
-            block_size: config.block_size,
-            layers: config.body.num_hidden_layers,
-            target_layer_ids: config.target_layer_ids.clone(),
-            markov_rank: config.markov_rank,
-            confidence_head: drafter.confidence_head().is_some(),
+            name: drafter.name().into(),
+            block_size: drafter.block_size(),
+            layers: config.body().num_hidden_layers,
+            target_layer_ids: config.target_layer_ids().to_vec(),
+            markov_rank: if let DrafterConfig::Block(config) = &config { config.markov_rank } else { 0 },
+            confidence_head: drafter.has_confidence(),
+            parameters: config.trainable_shapes().values().map(|shape| shape.iter().product::<usize>()).sum(),
+            temperatures: drafter.calibration().map(|temperatures| temperatures.values().to_vec()),
         }
     }
 }
@@ -108,6 +118,9 @@ pub struct EvalOutcome {
     pub step_costs: Vec<StepCost>,
     /// The numbers, one entry per temperature.
     pub temperatures: Vec<TemperatureResult>,
+    /// What a calibration was fitted on and what it brought, where this evaluation made one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub calibration: Option<CalibrationOutcome>,
 }
 
 /// The numbers of one temperature.
@@ -161,7 +174,7 @@ pub struct ProposerResult {
 /// All samples with what is needed to group them.
 pub(super) struct Answers<'a> {
     pub(super) recipe: &'a Recipe,
-    pub(super) drafter: Option<&'a DSpark>,
+    pub(super) drafter: Option<&'a Drafter>,
     pub(super) prompts: &'a [Prompt],
     pub(super) samples: &'a HashMap<Key, Sample>,
     pub(super) differences: &'a [Difference],

@@ -153,6 +153,45 @@ impl Bar {
     }
 }
 
+/// A plot as a file of its own: with its title, its legend, and colours that suit light and dark pages.
+pub(super) fn standalone(title: &str, legend: &[(String, usize)], svg: &str) -> String {
+    const STYLE: &str = "svg{--ink:#1c2430;--soft:#5b6675;--rule:#dfe3e8;font:12px system-ui,sans-serif;background:#fff}\
+        text{fill:var(--soft)}.axis{fill:var(--ink);font-weight:600}.grid{stroke:var(--rule);fill:none}\
+        .diagonal{stroke:var(--soft);stroke-dasharray:4 4;fill:none}.line{fill:none;stroke-width:2}";
+    const COLORS: [&str; 8] = ["#7c8694", "#d9730d", "#2563eb", "#0f9d78", "#b0338f", "#8a6d00", "#0891b2", "#c0392b"];
+    const TITLE: f64 = 26.0;
+    const LEGEND: f64 = 24.0;
+    let (head, marks) = svg.split_once('>').unwrap_or(("", svg));
+    let marks = marks.trim_end_matches("</svg>");
+    let height: f64 = head
+        .split_once("viewBox=\"")
+        .and_then(|(_, numbers)| numbers.split(['"', ' ']).nth(3)?.parse().ok())
+        .unwrap_or(WIDTH);
+    let mut colors = String::new();
+    for (number, color) in COLORS.iter().enumerate() {
+        _ = write!(colors, "--c{number}:{color};");
+    }
+    let mut file = format!(
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {}\"><style>{STYLE} svg{{{colors}}}</style>\
+         <text x=\"8\" y=\"18\" class=\"axis\">{}</text><g transform=\"translate(0 {TITLE})\">{marks}</g>",
+        TITLE + height + LEGEND,
+        escape(title)
+    );
+    let (step, base) = ((WIDTH - 16.0) / legend.len().max(1) as f64, TITLE + height + 12.0);
+    for (place, (text, color)) in legend.iter().enumerate() {
+        let left = 8.0 + step * place as f64;
+        let top = base - 9.0;
+        _ = write!(
+            file,
+            "<rect x=\"{left:.1}\" y=\"{top}\" width=\"9\" height=\"9\" fill=\"var(--c{color})\"/>\
+             <text x=\"{:.1}\" y=\"{base}\">{}</text>",
+            left + 13.0,
+            escape(text)
+        );
+    }
+    file + "</svg>\n"
+}
+
 fn open(title: &str, height: f64) -> String {
     let title = escape(title);
     format!(r#"<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{title}">"#)

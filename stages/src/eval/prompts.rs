@@ -31,9 +31,12 @@ pub(super) struct Prompt {
 pub struct SetInfo {
     /// Name of the set.
     pub name: String,
-    /// Prompts run.
+    /// Prompts run and reported.
     pub prompts: usize,
-    /// Of these, prompts with further turns, which are not used.
+    /// Further prompts that were held out for calibration.
+    #[serde(default)]
+    pub calibration: usize,
+    /// Of all these, prompts with further turns, which are not used.
     pub multi_turn: usize,
     /// Rows that could not be used.
     pub rejected: usize,
@@ -72,6 +75,7 @@ pub(super) fn load(settings: &EvalRecipe, renderer: &Renderer, longest: usize) -
         sets.push(SetInfo {
             name: set.name,
             prompts: prompts.len() - before,
+            calibration: 0,
             multi_turn,
             rejected: rejects.len(),
             first_rejects: rejects.into_iter().take(LISTED_REJECTS).collect(),

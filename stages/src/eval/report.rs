@@ -2,6 +2,7 @@
 
 use std::fmt::Write;
 
+use super::calibrate::CalibrationOutcome;
 use super::metrics::{DEFINITIONS, ratio};
 use super::outcome::{EvalOutcome, Group, ProposerResult, TemperatureResult};
 use super::speed::Interval;
@@ -9,6 +10,9 @@ use crate::recipe::Proposer;
 
 /// Prompts below which the intervals are called wide.
 const FEW_PROMPTS: usize = 20;
+/// Files of the reliability diagrams of a calibration.
+pub(super) const RELIABILITY_BEFORE: &str = "reliability_before.svg";
+pub(super) const RELIABILITY_AFTER: &str = "reliability_after.svg";
 /// Row counts that the table of step costs shows.
 const STEP_COST_COLUMNS: usize = 12;
 /// What stands in a cell without a value.
@@ -26,7 +30,7 @@ pub struct Table {
 }
 
 impl Table {
-    fn new(title: impl Into<String>, header: &[&str]) -> Self {
+    pub(super) fn new(title: impl Into<String>, header: &[&str]) -> Self {
         Self { title: title.into(), header: header.iter().map(|name| (*name).to_owned()).collect(), rows: Vec::new() }
     }
 
@@ -74,6 +78,7 @@ impl EvalOutcome {
             };
             lines.extend(result.all.proposers.iter().filter_map(|found| speed_sentence(found, &at)));
         }
+        lines.extend(self.calibration.as_ref().map(CalibrationOutcome::headline));
         lines.push(self.lossless_sentence());
         lines
     }
@@ -107,13 +112,16 @@ impl EvalOutcome {
         let list = |values: &[f64]| values.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
         let drafter = self.drafter.as_ref().map_or("none".to_owned(), |drafter| {
             format!(
-                "{}, {} layers, block of {}, target layers {:?}, Markov rank {}, {} confidence head, fingerprint {}",
+                "{}, {:.1} M trained parameters, {} layers, block of {}, target layers {:?}, Markov rank {}, {} confidence head{}, \
+                 fingerprint {}",
                 drafter.name,
+                drafter.parameters as f64 / 1e6,
                 drafter.layers,
                 drafter.block_size,
                 drafter.target_layer_ids,
                 drafter.markov_rank,
                 if drafter.confidence_head { "with" } else { "no" },
+                drafter.temperatures.as_ref().map_or(String::new(), |values| format!(" scaled by {values:?}")),
                 self.fingerprints.drafter.as_deref().unwrap_or(NONE)
             )
         });
@@ -128,7 +136,12 @@ impl EvalOutcome {
                 };
                 let rejects =
                     if set.rejected > 0 { format!(", {} rows rejected", set.rejected) } else { String::new() };
-                format!("{} ({} prompts{turns}{rejects})", set.name, set.prompts)
+                let held = if set.calibration > 0 {
+                    format!(", {} more for calibration", set.calibration)
+                } else {
+                    String::new()
+                };
+                format!("{} ({} prompts{held}{turns}{rejects})", set.name, set.prompts)
             })
             .collect();
         let commit = self.origin.git_commit.as_ref().map_or(String::new(), |commit| format!(" ({commit})"));
@@ -175,6 +188,13 @@ impl EvalOutcome {
         if prompts < FEW_PROMPTS {
             cautions.push(format!("{prompts} prompts are few: the intervals say how wide the results scatter"));
         }
+        if self.calibration.is_none() && self.drafter.as_ref().is_some_and(|drafter| drafter.temperatures.is_some()) {
+            cautions.push(
+                "the confidences are scaled by temperatures that were fitted before: prompts of that fit which are measured \
+                 here too make the calibration look better than it is"
+                    .into(),
+            );
+        }
         if self.temperatures.iter().flat_map(|result| &result.all.proposers).all(|found| found.speedup.is_none()) {
             cautions.push("no speedup: `eval.proposers` lacks `plain` or anything to compare it with".into());
         }
@@ -192,13 +212,21 @@ impl EvalOutcome {
         for table in tables {
             _ = write!(text, "\n## {}\n\n{}", table.title, table.markdown());
         }
+        if let Some(calibration) = &self.calibration {
+            _ = write!(text, "\n## Calibration\n\n{}.\n", calibration.table.describe());
+            _ = write!(text, "\n![before]({RELIABILITY_BEFORE}) ![after]({RELIABILITY_AFTER})\n");
+            for table in calibration.tables() {
+                _ = write!(text, "\n### {}\n\n{}", table.title, table.markdown());
+            }
+        }
         let facts = self.facts().into_iter().map(|(name, value)| format!("{name}: {value}"));
         _ = write!(text, "\n## What was run\n\n{}", list(facts));
         let definitions = DEFINITIONS.iter().map(|(name, meaning)| format!("**{name}**: {meaning}"));
         _ = write!(text, "\n## Definitions\n\n{}", list(definitions));
         text.push_str(
             "\n## Files\n\n- `results.json`: all numbers\n- `report.html`: the same with plots\n- `journal.jsonl`: every \
-             answer with its rounds and times\n\nWritten by `deepspec eval`; not to be edited by hand.\n",
+             answer with its rounds and times\n- `calibration.jsonl`, `reliability_*.svg`: the same of a calibration, \
+             where there was one\n\nWritten by `deepspec eval`; not to be edited by hand.\n",
         );
         text
     }

@@ -179,7 +179,7 @@ fn append(writer: &mut Writer, batch: &[Sample], first: usize, features: &[bf16]
 }
 
 /// All numbers of a tensor, row by row, rounded to bf16.
-fn bf16_values(rows: &Tensor) -> Result<Vec<bf16>> {
+pub(super) fn bf16_values(rows: &Tensor) -> Result<Vec<bf16>> {
     Ok(rows.to_dtype(DType::BF16)?.flatten_all()?.to_vec1()?)
 }
 

@@ -9,6 +9,7 @@
 
 mod answers;
 mod cache;
+mod import;
 mod regenerate;
 mod rejects;
 mod report;
@@ -24,6 +25,7 @@ use deepspec_models::target::Target;
 
 pub use self::answers::{Answer, AnswerTurn, End, Finish};
 use self::cache::Extent;
+pub use self::import::import;
 pub use self::regenerate::MIN_NEW_TOKENS;
 use self::regenerate::Prompt;
 pub use self::rejects::{Counts, Reject};

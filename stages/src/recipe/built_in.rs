@@ -10,11 +10,16 @@ pub(super) const BUILT_IN: &[(&str, &str)] = &[
     ("dspark/smollm2_135m", include_str!("../../../recipes/dspark/smollm2_135m.toml")),
     ("dspark/qwen3_4b", include_str!("../../../recipes/dspark/qwen3_4b.toml")),
     ("dspark/qwen3_8b", include_str!("../../../recipes/dspark/qwen3_8b.toml")),
+    ("dspark/qwen3_8b_moe", include_str!("../../../recipes/dspark/qwen3_8b_moe.toml")),
     ("dspark/qwen3_14b", include_str!("../../../recipes/dspark/qwen3_14b.toml")),
     ("dflash/smollm2_135m", include_str!("../../../recipes/dflash/smollm2_135m.toml")),
     ("dflash/qwen3_4b", include_str!("../../../recipes/dflash/qwen3_4b.toml")),
     ("dflash/qwen3_8b", include_str!("../../../recipes/dflash/qwen3_8b.toml")),
     ("dflash/qwen3_14b", include_str!("../../../recipes/dflash/qwen3_14b.toml")),
+    ("eagle3/smollm2_135m", include_str!("../../../recipes/eagle3/smollm2_135m.toml")),
+    ("eagle3/qwen3_4b", include_str!("../../../recipes/eagle3/qwen3_4b.toml")),
+    ("eagle3/qwen3_8b", include_str!("../../../recipes/eagle3/qwen3_8b.toml")),
+    ("eagle3/qwen3_14b", include_str!("../../../recipes/eagle3/qwen3_14b.toml")),
 ];
 
 impl Recipe {

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use super::built_in::BUILT_IN;
 use super::keys::KEYS;
-use super::{LossOn, Precision, PromptSource, Recipe, TargetLayers, auto_layers};
+use super::{LossOn, Precision, PromptSource, Recipe, SharedExpert, TargetLayers, auto_layers};
 
 fn quickstart() -> Recipe {
     Recipe::built_in("quickstart").unwrap().unwrap()
@@ -52,9 +52,19 @@ fn the_list_of_keys_is_that_of_the_fields() {
     recipe.data.limit = Some(1);
     recipe.draft.vocab_size = Some(1);
     recipe.draft.sliding_window = Some(1);
+    recipe.draft.num_experts = Some(1);
+    recipe.draft.experts_per_token = Some(1);
+    recipe.draft.moe_intermediate_size = Some(1);
+    recipe.draft.shared_expert = Some(SharedExpert::Width(1));
+    recipe.train.load_balance = Some(1.0);
+    recipe.train.router_z = Some(1.0);
+    recipe.draft.ttt_length = Some(1);
+    recipe.train.step_loss_decay = Some(1.0);
     recipe.init.from = Some("x".into());
     recipe.train.epochs = Some(1.0);
     recipe.train.steps = Some(1);
+    recipe.train.ema = Some(0.9);
+    recipe.train.acceptance_every = Some(1);
     recipe.eval.limit = Some(1);
     let mut found: BTreeSet<String> =
         recipe.entries().unwrap().into_keys().map(|key| key.replace("phases.0", "phases")).collect();
@@ -134,6 +144,34 @@ fn overrides_take_toml_bare_text_and_none() {
 }
 
 #[test]
+fn keys_of_other_algorithms_are_refused() {
+    let mut eagle3 = Recipe::built_in("eagle3/smollm2_135m").unwrap().unwrap();
+    for (assignment, expected) in [
+        ("draft.ttt_length=none", "`draft.ttt_length` is absent, allowed: a value, for `eagle3`"),
+        ("draft.ttt_length=4", "`draft.block_size` is 5, allowed: `draft.ttt_length` (4) for `eagle3`"),
+        ("draft.ttt_length=65", "`draft.ttt_length` is 65, allowed: 1 to 64"),
+        ("train.step_loss_decay=none", "`train.step_loss_decay` is absent"),
+        ("train.step_loss_decay=1.1", "`train.step_loss_decay` is 1.1, allowed: above 0, at most 1"),
+        ("draft.num_layers=2", "`draft.num_layers` is 2, allowed: 1 for `eagle3`"),
+        ("draft.markov_rank=8", "`draft.markov_rank` is 8, allowed: 0 for `eagle3`"),
+        ("draft.confidence_head=true", "`draft.confidence_head` is true, allowed: false for `eagle3`"),
+        ("draft.sliding_window=8", "`draft.sliding_window` is given"),
+        ("draft.sample_from_anchor=false", "`draft.sample_from_anchor` is false"),
+        ("train.num_anchors=4", "`train.num_anchors` is 4, allowed: 0 for `eagle3`"),
+        ("train.loss_decay_gamma=4.0", "`train.loss_decay_gamma` is 4, allowed: 0 for `eagle3`"),
+        ("train.phases.0.ce=0.1", "`train.phases` is a list with other terms"),
+        ("draft.algorithm=dflash", "`draft.ttt_length` is given, allowed: no such key but for `eagle3`"),
+    ] {
+        let before = eagle3.clone();
+        eagle3.apply_set(assignment).unwrap();
+        let text = eagle3.validate().unwrap_err().to_string();
+        assert!(text.contains(expected), "{assignment}: {text}");
+        eagle3 = before;
+    }
+    eagle3.validate().unwrap();
+}
+
+#[test]
 fn setting_steps_or_epochs_takes_the_other_out() {
     let mut recipe = quickstart();
     recipe.apply_set("train.epochs=2.5").unwrap();
@@ -187,6 +225,12 @@ fn values_out_of_range_are_named_with_what_is_allowed() {
         ("prepare.regenerate=false", "have no answers"),
         ("data.max_bad_ratio=1.5", "`data.max_bad_ratio` is 1.5, allowed: 0 to 1"),
         ("draft.vocab_size=0", "`draft.vocab_size` is 0, allowed: at least 1, or no such key"),
+        ("draft.num_experts=4", "`draft.experts_per_token` is absent, allowed: that `draft.num_experts`"),
+        (
+            "draft.shared_expert=true",
+            "`draft.shared_expert` is given, allowed: no such key without `draft.num_experts`",
+        ),
+        ("train.router_z=0.1", "`train.router_z` is given, allowed: no such key without `draft.num_experts`"),
         ("draft.block_size=0", "`draft.block_size` is 0, allowed: 1 to 256"),
         ("draft.target_layer_ids=[3, 3]", "`draft.target_layer_ids` is [3, 3], allowed: at least one id, each once"),
         ("draft.target_layer_ids=[-2]", "from -1 (embedding)"),
@@ -202,6 +246,42 @@ fn values_out_of_range_are_named_with_what_is_allowed() {
         let error = Recipe::open("quickstart", &[assignment.to_owned()]).unwrap_err().to_string();
         assert!(error.contains(expected), "{assignment}: {error}");
     }
+}
+
+#[test]
+fn experts_are_checked_together() {
+    let recipe = |assignment: &str| Recipe::open("dspark/qwen3_8b_moe", &[assignment.to_owned()]);
+    for (assignment, expected) in [
+        ("draft.experts_per_token=129", "`draft.experts_per_token` is 129, allowed: at most `draft.num_experts` (128)"),
+        ("draft.experts_per_token=0", "`draft.experts_per_token` is 0, allowed: at least 1"),
+        ("draft.num_experts=none", "`draft.num_experts` is absent"),
+        ("draft.shared_expert=0", "`draft.shared_expert` is 0, allowed: true, false or at least 1"),
+        ("draft.shared_expert=wide", "expected true, false or a width"),
+        ("train.load_balance=-1", "`train.load_balance` is -1"),
+    ] {
+        let error = recipe(assignment).unwrap_err().to_string();
+        assert!(error.contains(expected), "{assignment}: {error}");
+    }
+    assert_eq!(recipe("draft.shared_expert=256").unwrap().draft.shared_expert, Some(SharedExpert::Width(256)));
+    assert_eq!(recipe("draft.shared_expert=true").unwrap().draft.shared_expert, Some(SharedExpert::AsTarget(true)));
+}
+
+#[test]
+fn heads_and_layouts_are_read_and_anchor_first_is_the_default() {
+    let open = |overrides: &[&str]| {
+        let overrides: Vec<String> = overrides.iter().map(|text| (*text).to_owned()).collect();
+        Recipe::open("quickstart", &overrides)
+    };
+    let default = open(&[]).unwrap().draft;
+    assert!(default.sample_from_anchor && default.markov_head == super::MarkovHead::Vanilla);
+    for (name, head) in [("gated", super::MarkovHead::Gated), ("rnn", super::MarkovHead::Rnn)] {
+        let recipe = open(&[&format!("draft.markov_head={name}"), "draft.sample_from_anchor=false"]).unwrap();
+        assert_eq!((recipe.draft.markov_head, recipe.draft.sample_from_anchor), (head, false));
+        assert_eq!(recipe, recipe.to_toml().unwrap().parse().unwrap());
+    }
+    let error = open(&["draft.sample_from_anchor=false", "draft.block_size=1"]).unwrap_err().to_string();
+    assert!(error.contains("`draft.block_size` is 1, allowed: at least 2 with `sample_from_anchor` false"), "{error}");
+    assert!(open(&["draft.markov_head=lstm"]).unwrap_err().to_string().contains("lstm"));
 }
 
 #[test]

@@ -3,11 +3,13 @@
 use std::fmt::Display;
 
 use super::layers::check_ids;
-use super::{Algorithm, MarkovInit, PromptSource, Recipe, TargetLayers};
+use super::{Algorithm, MarkovInit, Phase, PromptSource, Recipe, SharedExpert, TargetLayers};
 use crate::error::{Error, Result};
 
 /// Longest block that a drafter's configuration may state.
 const MAX_BLOCK_SIZE: usize = 256;
+/// Most steps of training-time test.
+const MAX_TTT_LENGTH: usize = 64;
 /// Longest suffix of the n-gram lookup.
 const MAX_NGRAM: usize = 64;
 
@@ -53,6 +55,7 @@ impl Recipe {
         let mut problems = Problems::default();
         self.check_data(&mut problems);
         self.check_draft(&mut problems);
+        self.check_eagle3(&mut problems);
         self.check_train(&mut problems);
         self.check_phases(&mut problems);
         self.check_eval(&mut problems);
@@ -105,6 +108,12 @@ impl Recipe {
         problems.at_least_one("draft.num_layers", draft.num_layers as u64);
         let range = 1..=MAX_BLOCK_SIZE;
         problems.check(range.contains(&draft.block_size), "draft.block_size", draft.block_size, "1 to 256");
+        problems.check(
+            draft.sample_from_anchor || draft.block_size != 1,
+            "draft.block_size",
+            1,
+            "at least 2 with `sample_from_anchor` false, since the anchor's row predicts nothing",
+        );
         if let TargetLayers::Ids(ids) = &draft.target_layer_ids
             && let Err(allowed) = check_ids(ids, i32::MAX)
         {
@@ -128,6 +137,86 @@ impl Recipe {
         );
         problems.check(draft.vocab_size != Some(0), "draft.vocab_size", 0, "at least 1, or no such key for all tokens");
         problems.check(draft.sliding_window != Some(0), "draft.sliding_window", 0, "at least 1, or no such key");
+        self.check_experts(problems);
+    }
+
+    fn check_experts(&self, problems: &mut Problems) {
+        let (draft, train) = (&self.draft, &self.train);
+        let sizes = [
+            ("draft.num_experts", draft.num_experts),
+            ("draft.experts_per_token", draft.experts_per_token),
+            ("draft.moe_intermediate_size", draft.moe_intermediate_size),
+        ];
+        let given = sizes.iter().filter(|(_, size)| size.is_some()).count();
+        for (field, size) in sizes {
+            problems.check(size != Some(0), field, 0, "at least 1, or no such key");
+            let others =
+                "that `draft.num_experts`, `experts_per_token` and `moe_intermediate_size` are all there or none is";
+            problems.check(size.is_some() || given == 0, field, "absent", others);
+        }
+        if let (Some(experts), Some(per_token)) = (draft.num_experts, draft.experts_per_token) {
+            let allowed = format!("at most `draft.num_experts` ({experts})");
+            problems.check(per_token <= experts, "draft.experts_per_token", per_token, allowed);
+        }
+        let without = "no such key without `draft.num_experts`";
+        problems.check(given > 0 || draft.shared_expert.is_none(), "draft.shared_expert", "given", without);
+        problems.check(
+            draft.shared_expert != Some(SharedExpert::Width(0)),
+            "draft.shared_expert",
+            0,
+            "true, false or at least 1",
+        );
+        for (field, weight) in [("train.load_balance", train.load_balance), ("train.router_z", train.router_z)] {
+            problems.not_negative(field, weight.unwrap_or(0.0));
+            problems.check(given > 0 || weight.is_none(), field, "given", without);
+        }
+    }
+
+    /// Keys that only Eagle3 has, and those of block drafters that mean nothing to it.
+    fn check_eagle3(&self, problems: &mut Problems) {
+        let Self { draft, train, .. } = self;
+        let keys = [
+            ("draft.ttt_length", draft.ttt_length.is_some()),
+            ("train.step_loss_decay", train.step_loss_decay.is_some()),
+        ];
+        if draft.algorithm != Algorithm::Eagle3 {
+            for (key, is_given) in keys {
+                problems.check(!is_given, key, "given", "no such key but for `eagle3`");
+            }
+            return;
+        }
+        for (key, is_given) in keys {
+            problems.check(is_given, key, "absent", "a value, for `eagle3`");
+        }
+        if let Some(steps) = draft.ttt_length {
+            problems.check((1..=MAX_TTT_LENGTH).contains(&steps), "draft.ttt_length", steps, "1 to 64");
+            let block = draft.block_size;
+            problems.check(
+                block == steps,
+                "draft.block_size",
+                block,
+                format!("`draft.ttt_length` ({steps}) for `eagle3`"),
+            );
+        }
+        if let Some(decay) = train.step_loss_decay {
+            problems.check(decay > 0.0 && decay <= 1.0, "train.step_loss_decay", decay, "above 0, at most 1");
+        }
+        problems.check(draft.num_layers == 1, "draft.num_layers", draft.num_layers, "1 for `eagle3`");
+        problems.check(draft.markov_rank == 0, "draft.markov_rank", draft.markov_rank, "0 for `eagle3`");
+        problems.check(!draft.confidence_head, "draft.confidence_head", "true", "false for `eagle3`");
+        problems.check(draft.sliding_window.is_none(), "draft.sliding_window", "given", "no such key for `eagle3`");
+        problems.check(draft.num_experts.is_none(), "draft.num_experts", "given", "no such key for `eagle3`");
+        problems.check(draft.sample_from_anchor, "draft.sample_from_anchor", "false", "no such key for `eagle3`");
+        problems.check(train.num_anchors == 0, "train.num_anchors", train.num_anchors, "0 for `eagle3`");
+        let gamma = train.loss_decay_gamma;
+        problems.check(gamma == 0.0, "train.loss_decay_gamma", gamma, "0 for `eagle3`");
+        let is_soft = |phase: &Phase| [phase.ce, phase.tv, phase.kl, phase.kl_temperature] == [0.0, 0.0, 1.0, 1.0];
+        problems.check(
+            train.phases.iter().all(is_soft),
+            "train.phases",
+            "a list with other terms",
+            "`kl` 1 at `kl_temperature` 1 alone for `eagle3`, whose loss is the cross-entropy to the target's distribution",
+        );
     }
 
     fn check_train(&self, problems: &mut Problems) {
@@ -145,16 +234,21 @@ impl Recipe {
             train.micro_batch_size,
             format!("a divisor of `train.batch_size` ({})", train.batch_size),
         );
-        problems.at_least_one("train.num_anchors", train.num_anchors as u64);
+        if self.draft.algorithm != Algorithm::Eagle3 {
+            problems.at_least_one("train.num_anchors", train.num_anchors as u64);
+        }
         problems.positive("train.lr", train.lr);
         let warmup = train.warmup_ratio;
         problems.check((0.0..1.0).contains(&warmup), "train.warmup_ratio", warmup, "at least 0, below 1");
         problems.not_negative("train.weight_decay", train.weight_decay);
         problems.positive("train.max_grad_norm", train.max_grad_norm);
         problems.not_negative("train.loss_decay_gamma", train.loss_decay_gamma);
+        let decay = train.ema.unwrap_or(0.5);
+        problems.check(decay > 0.0 && decay < 1.0, "train.ema", decay, "above 0, below 1, or no such key");
         problems.at_least_one("train.checkpoint_every", train.checkpoint_every);
         problems.at_least_one("train.keep_checkpoints", train.keep_checkpoints as u64);
         problems.at_least_one("train.log_every", train.log_every);
+        problems.at_least_one("train.acceptance_prompts", train.acceptance_prompts as u64);
         problems.seed("train.seed", train.seed);
     }
 

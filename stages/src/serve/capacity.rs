@@ -1,9 +1,10 @@
 //! Plans memory before anything is started: caches of target and drafter for all slots.
 
-use deepspec_models::config::{DraftConfig, TargetConfig};
+use deepspec_models::config::{DrafterConfig, TargetConfig};
 use deepspec_models::kv_cache::KvCache;
 use deepspec_models::target::head_layout;
 
+use crate::engine::PREFILL_CHUNK;
 use crate::error::{Error, Result};
 
 /// Tokens of a sequence where nobody says how many.
@@ -28,7 +29,7 @@ impl Capacity {
     /// [`Error::Input`] for a context that the target was not made for, [`Error::Memory`] when the caches exceed the memory.
     pub fn plan(
         target: &TargetConfig,
-        drafter: Option<&DraftConfig>,
+        drafter: Option<&DrafterConfig>,
         slots: usize,
         context: Option<usize>,
         available: Option<u64>,
@@ -41,14 +42,16 @@ impl Capacity {
             )));
         }
         let drafter_bytes = drafter.map_or(0, |drafter| {
-            let cached = KvCache::bytes(
-                drafter.body.num_hidden_layers,
-                slots,
-                context + drafter.block_size,
-                head_layout(&drafter.body),
-            );
-            // While the drafter rests, features of all committed tokens wait for it.
-            cached + slots * context * drafter.target_layer_ids.len() * target.hidden_size * size_of::<f32>()
+            let capacity = context + drafter.proposals() + 1;
+            let window = match drafter {
+                DrafterConfig::Block(config) => config.sliding_window.map(|window| (window, config.block_size)),
+                DrafterConfig::Eagle3(_) => None,
+            };
+            let rows = window.map_or(capacity, |(window, block)| KvCache::ring_rows(capacity, window, block));
+            let cached = KvCache::bytes(drafter.body().num_hidden_layers, slots, rows, head_layout(drafter.body()));
+            // While the drafter rests, features of all committed tokens that it will see wait for it.
+            let waiting = window.map_or(context, |(window, _)| context.min(window.saturating_add(PREFILL_CHUNK)));
+            cached + slots * waiting * drafter.target_layer_ids().len() * target.hidden_size * size_of::<f32>()
         });
         let bytes =
             KvCache::bytes(target.num_hidden_layers, slots, context, head_layout(target)).saturating_add(drafter_bytes);

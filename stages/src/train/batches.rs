@@ -1,7 +1,7 @@
 //! Which samples and anchors a step trains on: a function of (seed, step) alone.
 
 use candle_core::{DType, Device, Tensor};
-use deepspec_datasets::target_cache::{Reader, Sample};
+use deepspec_datasets::target_cache::{LayerColumns, Reader, Sample};
 use deepspec_models::draft::dspark::TrainSequence;
 use deepspec_models::loss::dspark::anchor_candidates;
 use deepspec_models::speculate::{CounterRng, Stream};
@@ -13,6 +13,7 @@ use crate::recipe::TrainRecipe;
 /// The batches of a run over a cache.
 pub struct Batches<'a> {
     cache: &'a Reader,
+    columns: LayerColumns,
     settings: &'a TrainRecipe,
     /// Samples that have an anchor.
     usable: Vec<u64>,
@@ -35,11 +36,11 @@ pub struct MicroBatch<'a> {
 }
 
 impl<'a> Batches<'a> {
-    /// Looks for samples with anchors and counts the steps.
+    /// Looks for samples with anchors and counts the steps. `columns` are those of the layers that the drafter reads.
     ///
     /// # Errors
     /// When no sample has an anchor or the cache is damaged.
-    pub fn new(cache: &'a Reader, settings: &'a TrainRecipe) -> Result<Self> {
+    pub fn new(cache: &'a Reader, columns: LayerColumns, settings: &'a TrainRecipe) -> Result<Self> {
         let mut usable = Vec::new();
         for i in 0..cache.len() {
             if !anchor_candidates(cache.sample(i)?.loss_mask).is_empty() {
@@ -59,7 +60,7 @@ impl<'a> Batches<'a> {
                 return Err(Error::Recipe { origin: "train".into(), problem: "neither `steps` nor `epochs`".into() });
             }
         };
-        Ok(Self { cache, settings, usable, without_anchors, steps })
+        Ok(Self { cache, columns, settings, usable, without_anchors, steps })
     }
 
     /// Samples in use.
@@ -104,7 +105,7 @@ impl<'a> Batches<'a> {
             let anchors = chosen.into_iter().map(|i| Some(candidates[i])).collect();
             batch_sequences.push(TrainSequence { tokens: input_ids, anchors });
             loss_masks.push(loss_mask);
-            features.extend_from_slice(f);
+            self.columns.slices(f).for_each(|slice| features.extend_from_slice(slice));
             target_hidden.extend_from_slice(last_hidden);
             rows += input_ids.len();
         }

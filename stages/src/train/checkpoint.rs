@@ -1,5 +1,5 @@
 //! Checkpoints of a run: `step-000120/` with the drafter in the reference's Hugging Face layout, and the training state
-//! beside it.
+//! beside it. With `train.ema` the drafter is the average, and the training state has the weights too.
 //!
 //! A folder is written under another name, flushed and renamed, so that it is whole or not there. The last n are kept.
 
@@ -7,8 +7,8 @@ use std::path::PathBuf;
 
 use candle_core::{DType, Device, Tensor};
 use deepspec_models::checkpoint::{replace_folder, write_json, write_tensors};
-use deepspec_models::config::DraftConfig;
-use deepspec_models::draft::{DraftVocabulary, Parameters, trainable_shapes};
+use deepspec_models::config::DrafterConfig;
+use deepspec_models::draft::{DraftVocabulary, Parameters};
 use deepspec_models::loss::dspark::LossHead;
 use deepspec_models::optimizer::Optimizer;
 use deepspec_models::weights::Weights;
@@ -20,6 +20,8 @@ use crate::error::{Error, Result};
 
 /// Folder of the optimiser's state inside a checkpoint.
 const STATE: &str = "training_state";
+/// What the names of the weights begin with in the training state, where the checkpoint's own are an average.
+const TRAINED: &str = "weights.";
 
 /// The checkpoints of a run.
 #[derive(Debug)]
@@ -89,23 +91,26 @@ impl Checkpoints {
         Ok(self.all()?.pop())
     }
 
-    /// Writes a checkpoint and drops the ones that are too old; `frozen` as [`frozen`] gives it.
+    /// Writes a checkpoint and drops the ones that are too old; `frozen` as [`frozen`] gives it. Where `parameters` are an average,
+    /// `trained` are the weights that training goes on with.
     ///
     /// # Errors
     /// When the disk refuses; earlier checkpoints stay as they are.
     pub fn save(
         &self,
         step: u64,
-        config: &DraftConfig,
+        config: &DrafterConfig,
         parameters: &Parameters,
+        trained: Option<&Parameters>,
         frozen: &[(String, Tensor)],
         optimizer: &Optimizer,
         log: &Pending,
     ) -> Result<()> {
-        let mut tensors: Vec<(String, Tensor)> =
-            parameters.iter().map(|(name, var)| (name.to_owned(), var.as_tensor().clone())).collect();
-        tensors.extend_from_slice(frozen);
-        let state = optimizer.state()?;
+        let tensors = tensors(parameters, frozen);
+        let mut state = optimizer.state()?;
+        for (name, var) in trained.into_iter().flat_map(Parameters::iter) {
+            state.push((format!("{TRAINED}{name}"), var.as_detached_tensor()));
+        }
         replace_folder(self.folder.join(format!("step-{step:06}")), |fresh| {
             write_json(&fresh.join("config.json"), &config.to_json())?;
             write_tensors(&fresh.join("model.safetensors"), &tensors)?;
@@ -122,6 +127,12 @@ impl Checkpoints {
         }
         Ok(())
     }
+}
+
+/// All tensors of a drafter in training, named as in a checkpoint; `frozen` as [`frozen`] gives it.
+pub fn tensors(parameters: &Parameters, frozen: &[(String, Tensor)]) -> Vec<(String, Tensor)> {
+    let trained = parameters.iter().map(|(name, var)| (name.to_owned(), var.as_detached_tensor()));
+    trained.chain(frozen.iter().cloned()).collect()
 }
 
 /// The tensors of a drafter that are not trained: copies of the target's embedding and of its head, of which a drafter with a
@@ -147,10 +158,10 @@ pub fn frozen(embed_tokens: &Tensor, head: &LossHead) -> Result<Vec<(String, Ten
 /// When a tensor is missing, misshapen or left over, or the draft vocabulary is another.
 pub fn read_parameters(
     weights: &Weights,
-    config: &DraftConfig,
+    config: &DrafterConfig,
     vocabulary: Option<&DraftVocabulary>,
 ) -> Result<Parameters> {
-    let saved = DraftVocabulary::read(weights, config)?;
+    let saved = DraftVocabulary::read_map(weights, config.draft_vocab(), config.body().vocab_size)?;
     if saved.as_ref() != vocabulary {
         return Err(Error::Mismatch {
             what: "draft vocabulary".into(),
@@ -160,7 +171,7 @@ pub fn read_parameters(
         });
     }
     let mut parameters = Parameters::default();
-    for (name, shape) in trainable_shapes(config) {
+    for (name, shape) in config.trainable_shapes() {
         parameters.insert(&name, &weights.get(&name, &shape)?)?;
     }
     weights.skip("embed_tokens.weight");
@@ -175,8 +186,8 @@ pub fn read_parameters(
 ///
 /// # Errors
 /// As [`read_parameters`], or when the checkpoint is of another drafter than the recipe's.
-pub fn parameters(found: &Found, config: &DraftConfig, vocabulary: Option<&DraftVocabulary>) -> Result<Parameters> {
-    let saved = DraftConfig::from_folder(&found.folder)?;
+pub fn parameters(found: &Found, config: &DrafterConfig, vocabulary: Option<&DraftVocabulary>) -> Result<Parameters> {
+    let saved = DrafterConfig::from_folder(&found.folder)?;
     if saved.to_json() != config.to_json() {
         return Err(Error::Mismatch {
             what: "drafter".into(),
@@ -188,11 +199,16 @@ pub fn parameters(found: &Found, config: &DraftConfig, vocabulary: Option<&Draft
     read_parameters(&Weights::from_folder(&found.folder, DType::F32, &Device::Cpu)?, config, vocabulary)
 }
 
-/// Restores the optimiser from a checkpoint and returns what the log had pending.
+/// Restores the optimiser from a checkpoint and returns what the log had pending. Where the checkpoint's drafter is an average,
+/// `average`, it also returns the weights that training goes on with.
 ///
 /// # Errors
 /// When the state is missing or does not fit the parameters.
-pub fn restore(found: &Found, optimizer: &mut Optimizer) -> Result<Pending> {
+pub fn restore(
+    found: &Found,
+    optimizer: &mut Optimizer,
+    average: Option<&Parameters>,
+) -> Result<(Pending, Option<Parameters>)> {
     let folder = found.folder.join(STATE);
     let path = folder.join("state.json");
     let text = fs_err::read_to_string(&path)?;
@@ -200,8 +216,16 @@ pub fn restore(found: &Found, optimizer: &mut Optimizer) -> Result<Pending> {
         .map_err(|error| Error::Input(format!("`{}` is not the state of a training run: {error}", path.display())))?;
     let weights = Weights::from_folder(&folder, DType::F32, &Device::Cpu)?;
     optimizer.restore(state.step, |name, len| weights.get(name, &[len]))?;
+    let trained = |average: &Parameters| -> Result<Parameters> {
+        let mut trained = Parameters::default();
+        for (name, var) in average.iter() {
+            trained.insert(name, &weights.get(&format!("{TRAINED}{name}"), var.dims())?)?;
+        }
+        Ok(trained)
+    };
+    let trained = average.map(trained).transpose()?;
     weights.finish()?;
-    Ok(state.log)
+    Ok((state.log, trained))
 }
 
 #[derive(Deserialize)]

@@ -3,34 +3,39 @@
 //! A run can be killed at any moment and goes on from its last checkpoint exactly: order of samples, anchors and weights
 //! are functions of (seed, step), and a checkpoint holds weights, moments and the step.
 
+pub mod acceptance;
 pub mod batches;
 pub mod bigram;
 pub mod checkpoint;
+pub mod ema;
 pub mod log;
 pub mod step;
 pub mod tensorboard;
 pub mod vocabulary;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
 
 use candle_core::{DType, Tensor};
 use deepspec_datasets::target_cache::{Expected, Reader};
-use deepspec_models::draft::{DSpark, DraftVocabulary, ParameterSource, Parameters, initialise};
+use deepspec_models::config::{DraftConfig, DrafterConfig};
+use deepspec_models::draft::{DraftVocabulary, ParameterSource, Parameters, eagle3, initialise};
 use deepspec_models::linear::{Linear, Packed, Precision as Packing};
 use deepspec_models::loss::dspark::LossHead;
 use deepspec_models::optimizer::{AdamWConfig, Optimizer, Schedule};
-use deepspec_models::weights::Weights;
+use deepspec_models::target::Target;
 
-use crate::drafter::{describe, draft_config};
+use crate::drafter::{Drafter, describe, draft_config};
 use crate::error::{Error, Result};
 use crate::progress::{Context, Event};
 use crate::recipe::{LayersInit, MarkovInit, Precision, Recipe};
 use crate::run_dir::RunDir;
 use crate::target_model::TargetModel;
+use acceptance::TrainAcceptance;
 use batches::Batches;
 use checkpoint::Checkpoints;
+use ema::MovingAverage;
 use log::{Pending, TrainLog};
 use vocabulary::Coverage;
 
@@ -58,19 +63,21 @@ pub struct TrainOutcome {
 /// # Errors
 /// As [`Training::set_up`] and [`Training::run`].
 pub fn run(recipe: &Recipe, run: &RunDir, model: &TargetModel, ctx: Context<'_>) -> Result<TrainOutcome> {
-    Training::set_up(recipe, run, model, ctx)?.run(ctx)
+    Training::set_up(recipe, run, model, ctx)?.run(Some(&model.target), ctx)
 }
 
-/// A training run before its first step. It needs the target no more, so whoever trains alone can free that first.
+/// A training run before its first step. It needs the target no more but for train-time acceptance, so whoever trains alone
+/// without that can free the target first.
 pub struct Training<'a> {
     recipe: &'a Recipe,
     run: &'a RunDir,
     cache: Reader,
     checkpoints: Checkpoints,
     parameters: Parameters,
+    average: Option<MovingAverage>,
     optimizer: Optimizer,
     pending: Pending,
-    drafter: DSpark,
+    drafter: Drafter,
     head: LossHead,
     frozen: Vec<(String, Tensor)>,
     coverage: Option<Coverage>,
@@ -84,23 +91,26 @@ impl<'a> Training<'a> {
     pub fn set_up(recipe: &'a Recipe, run: &'a RunDir, model: &TargetModel, ctx: Context<'_>) -> Result<Self> {
         ctx.reporter.event(Event::Stage("train"));
         let config = draft_config(recipe, model.target.config())?;
-        let cache = Reader::open(&run.cache())?;
+        let cache = Reader::open(&run.training_cache()?)?;
         cache.expect_matches(&Expected {
             target: &model.name,
             target_fingerprint: &model.fingerprint,
-            layer_ids: &config.target_layer_ids,
-            hidden_size: config.body.hidden_size,
+            layer_ids: config.target_layer_ids(),
+            hidden_size: config.body().hidden_size,
             tokenizer_hash: model.text.tokenizer().hash(),
         })?;
-        if let Some(prepared) = cache.meta().mask_token_id.filter(|&id| id != config.mask_token_id) {
+        if let (DrafterConfig::Block(block), Some(prepared)) = (&config, cache.meta().mask_token_id)
+            && prepared != block.mask_token_id
+        {
             return Err(Error::Mismatch {
                 what: "mask_token_id".into(),
                 left: format!("{prepared} in the cache"),
-                right: format!("{} in the recipe", config.mask_token_id),
+                right: format!("{} in the recipe", block.mask_token_id),
                 hint: Some("prepare the cache again, in another run folder".into()),
             });
         }
-        let (vocabulary, coverage) = vocabulary::build(&config, model.target.config(), &cache)?.unzip();
+        let (vocabulary, coverage) =
+            vocabulary::build(config.draft_vocab_size(), model.target.config(), &cache)?.unzip();
         if let Some(coverage) = &coverage {
             ctx.note(format!("draft vocabulary: {coverage}"));
         }
@@ -110,7 +120,7 @@ impl<'a> Training<'a> {
         let checkpoints = Checkpoints::new(run.checkpoints(), recipe.train.keep_checkpoints);
         checkpoints.remove_leftovers()?;
         let latest = checkpoints.latest()?;
-        let parameters = match &latest {
+        let mut parameters = match &latest {
             Some(found) => checkpoint::parameters(found, &config, head.vocabulary())?,
             None => initial_parameters(recipe, &config, &cache, model, &lm_head, head.vocabulary(), ctx)?,
         };
@@ -122,46 +132,73 @@ impl<'a> Training<'a> {
             max_grad_norm: recipe.train.max_grad_norm,
         };
         let mut optimizer = Optimizer::new(settings, &parameters);
-        let pending = match &latest {
-            Some(found) => checkpoint::restore(found, &mut optimizer)?,
-            None => Pending::default(),
-        };
+        let (mut pending, mut average) = (Pending::default(), None);
+        if let Some(found) = &latest {
+            let (log, trained) = checkpoint::restore(found, &mut optimizer, recipe.train.ema.map(|_| &parameters))?;
+            pending = log;
+            if let (Some(decay), Some(trained)) = (recipe.train.ema, trained) {
+                average = Some(MovingAverage::new(decay, std::mem::replace(&mut parameters, trained)));
+            }
+        } else if let Some(decay) = recipe.train.ema {
+            average = Some(MovingAverage::of(decay, &parameters)?);
+        }
         let frozen = checkpoint::frozen(&embed_tokens, &head)?;
-        let drafter = DSpark::new(config, embed_tokens, ParameterSource::Trainable(&parameters))?;
-        Ok(Self { recipe, run, cache, checkpoints, parameters, optimizer, pending, drafter, head, frozen, coverage })
+        let drafter = Drafter::new(config, embed_tokens, ParameterSource::Trainable(&parameters))?;
+        Ok(Self {
+            recipe,
+            run,
+            cache,
+            checkpoints,
+            parameters,
+            average,
+            optimizer,
+            pending,
+            drafter,
+            head,
+            frozen,
+            coverage,
+        })
     }
 
-    /// Trains to the end of the recipe.
+    /// Trains to the end of the recipe. `target` is needed where the recipe wants train-time acceptance.
     ///
     /// # Errors
     /// The loss is not finite; the disk refuses; [`Error::Interrupted`] after a checkpoint when the user asks to stop.
-    pub fn run(self, ctx: Context<'_>) -> Result<TrainOutcome> {
-        let Self { recipe, drafter, parameters, head, mut optimizer, .. } = self;
-        let batches = Batches::new(&self.cache, &recipe.train)?;
+    pub fn run(self, target: Option<&Target>, ctx: Context<'_>) -> Result<TrainOutcome> {
+        let Self { recipe, drafter, parameters, mut average, head, mut optimizer, .. } = self;
+        let columns = self.cache.columns(drafter.target_layer_ids())?;
+        let batches = Batches::new(&self.cache, columns, &recipe.train)?;
+        let mut acceptance = TrainAcceptance::new(recipe, target, &self.cache)?;
         if batches.without_anchors > 0 {
             let count = batches.without_anchors;
             ctx.warn(format!("{count} samples have no two supervised tokens in a row and are not used"));
         }
         let schedule = Schedule::new(recipe.train.lr, batches.steps, recipe.train.warmup_ratio);
         let resumed_from = optimizer.step_count();
-        ctx.note(describe(drafter.config()));
+        let config = drafter.config();
+        ctx.note(describe(&config));
+        let anchors = match config {
+            DrafterConfig::Block(_) => format!(", {} anchors each", recipe.train.num_anchors),
+            DrafterConfig::Eagle3(_) => String::new(),
+        };
         ctx.note(format!(
-            "{} samples, {} tokens; {} steps of {} sequences, {} anchors each; {:.1} M trainable parameters",
+            "{} samples, {} tokens; {} steps of {} sequences{anchors}; {:.1} M trainable parameters",
             batches.samples(),
             self.cache.manifest().tokens,
             batches.steps,
             recipe.train.batch_size,
-            recipe.train.num_anchors,
             parameters.elements() as f64 / 1e6,
         ));
         if resumed_from > 0 {
             ctx.note(format!("going on from step {resumed_from}"));
         }
-        let mut log = TrainLog::open(self.run, resumed_from, self.pending, batches.steps, drafter.config())?;
+        let mut log = TrainLog::open(self.run, resumed_from, self.pending, batches.steps, &config)?;
         let started = Instant::now();
         ctx.reporter.event(Event::Started { task: "train", total: batches.steps, done: resumed_from, unit: "steps" });
-        let save = |step: u64, optimizer: &Optimizer, log: &TrainLog| {
-            self.checkpoints.save(step, drafter.config(), &parameters, &self.frozen, optimizer, log.pending())
+        let save = |step: u64, average: Option<&MovingAverage>, optimizer: &Optimizer, log: &TrainLog| {
+            let (saved, trained) =
+                average.map_or((&parameters, None), |average| (average.parameters(), Some(&parameters)));
+            self.checkpoints.save(step, &config, saved, trained, &self.frozen, optimizer, log.pending())
         };
         for step in resumed_from..batches.steps {
             let begun = Instant::now();
@@ -172,18 +209,29 @@ impl<'a> Training<'a> {
             })?;
             let weights = step::loss_weights(phase, recipe.train.loss_decay_gamma);
             let number = step + 1;
-            let is_logged = number % recipe.train.log_every == 0 || number == batches.steps;
+            let measured = acceptance.as_mut().filter(|acceptance| acceptance.is_due(number));
+            let is_logged = number % recipe.train.log_every == 0 || number == batches.steps || measured.is_some();
             let batch = batches.at(step)?;
-            let done = step::run(&drafter, &parameters, &head, &weights, &mut optimizer, &batch, lr, is_logged)?;
-            log.count(&done.sums, done.tokens, begun.elapsed());
+            let routers = step::router_weights(&recipe.train);
+            let done =
+                step::run(&drafter, &parameters, &head, &weights, routers, &mut optimizer, &batch, lr, is_logged)?;
+            if let Some(average) = &mut average {
+                average.update(&parameters, optimizer.step_count())?;
+            }
+            log.count(done.sums, done.tokens, begun.elapsed());
+            let measured = measured.map(|acceptance| {
+                let saved = average.as_ref().map_or(&parameters, MovingAverage::parameters);
+                let tensors = checkpoint::tensors(saved, &self.frozen);
+                acceptance.measure(number, &config, &tensors, ctx)
+            });
             if is_logged {
-                let line = log.write(number, &weights, lr, done.grad_norm)?;
+                let line = log.write(number, &weights, lr, done.grad_norm, measured.transpose()?)?;
                 ctx.reporter.event(Event::Line(&line));
             }
             ctx.reporter.event(Event::Advanced { done: number, detail: "" });
             let stop = ctx.interrupt.is_set();
             if number % recipe.train.checkpoint_every == 0 || number == batches.steps || stop {
-                save(number, &optimizer, &log)?;
+                save(number, average.as_ref(), &optimizer, &log)?;
             }
             if stop && number < batches.steps {
                 return Err(Error::Interrupted { safe: "a checkpoint has been written" });
@@ -236,7 +284,7 @@ fn loss_head(
 
 fn initial_parameters(
     recipe: &Recipe,
-    config: &deepspec_models::config::DraftConfig,
+    config: &DrafterConfig,
     cache: &Reader,
     model: &TargetModel,
     lm_head: &Tensor,
@@ -245,19 +293,80 @@ fn initial_parameters(
 ) -> Result<Parameters> {
     if let Some(from) = &recipe.init.from {
         ctx.note(format!("starting from checkpoint `{}`", from.display()));
-        let weights = Weights::from_folder(from, DType::F32, &candle_core::Device::Cpu)?;
-        return checkpoint::read_parameters(&weights, config, vocabulary);
+        let start = crate::drafter::open(from, model)?;
+        check_start(&DrafterConfig::from_json(&from.join("config.json"), &start.config)?, config, from)?;
+        return checkpoint::read_parameters(&start.weights, config, vocabulary);
     }
+    match config {
+        DrafterConfig::Block(config) => initial_block(recipe, config, cache, model, lm_head, vocabulary, ctx),
+        DrafterConfig::Eagle3(config) => {
+            let mut parameters = eagle3::initialise::random(config, recipe.train.seed)?;
+            if recipe.init.layers == LayersInit::Target {
+                eagle3::initialise::from_target_layers(&mut parameters, config, &model.weights()?)?;
+                ctx.note("the layer, fc and norm start as the target's last layer");
+            }
+            Ok(parameters)
+        }
+    }
+}
+
+/// Refuses a checkpoint whose tensors would fit but mean something else.
+fn check_start(saved: &DrafterConfig, config: &DrafterConfig, from: &Path) -> Result<()> {
+    let mismatch = |what: &str, left: &str, right: &str, hint: &str| {
+        Err(Error::Mismatch {
+            what: what.into(),
+            left: format!("{left} in `{}`", from.display()),
+            right: format!("{right} in the recipe"),
+            hint: Some(hint.into()),
+        })
+    };
+    let kind = |config: &DrafterConfig| match config {
+        DrafterConfig::Block(_) => "a block drafter",
+        DrafterConfig::Eagle3(_) => "Eagle3",
+    };
+    match (saved, config) {
+        (DrafterConfig::Block(saved), DrafterConfig::Block(config)) if saved.layout() != config.layout() => {
+            let hint = "set `draft.sample_from_anchor` (and `draft.block_size`) as the checkpoint has them";
+            mismatch("block layout", saved.layout().name(), config.layout().name(), hint)
+        }
+        (DrafterConfig::Eagle3(saved), DrafterConfig::Eagle3(config))
+            if saved.norm_before_residual != config.norm_before_residual =>
+        {
+            let [saved, config] = [saved, config].map(|config| config.norm_before_residual.to_string());
+            mismatch("norm_before_residual", &saved, &config, "such a drafter cannot be trained on")
+        }
+        (DrafterConfig::Block(_), DrafterConfig::Block(_)) | (DrafterConfig::Eagle3(_), DrafterConfig::Eagle3(_)) => {
+            Ok(())
+        }
+        _ => mismatch("kind of drafter", kind(saved), kind(config), "set `draft.algorithm` as the checkpoint has it"),
+    }
+}
+
+fn initial_block(
+    recipe: &Recipe,
+    config: &DraftConfig,
+    cache: &Reader,
+    model: &TargetModel,
+    lm_head: &Tensor,
+    vocabulary: Option<&DraftVocabulary>,
+    ctx: Context<'_>,
+) -> Result<Parameters> {
     let mut parameters = initialise::random(config, recipe.train.seed)?;
     if recipe.init.layers == LayersInit::Target {
         initialise::from_target_layers(&mut parameters, config, &model.weights()?)?;
-        ctx.note("draft layers, fc and norms start as the target's last layers");
+        let random = if config.moe.is_none() {
+            ""
+        } else if config.shared_expert_fits_target() {
+            "; routed experts start random and small"
+        } else {
+            "; MLPs start random, having no shared expert as wide as the target's MLP"
+        };
+        ctx.note(format!("draft layers, fc and norms start as the target's last layers{random}"));
     }
     if recipe.init.markov == MarkovInit::Bigram && config.markov_rank > 0 {
         let rows = bigram::rows(cache, model, ctx)?;
         let (w1, w2) = initialise::bigram_factors(&rows, lm_head, vocabulary, config.markov_rank)?;
-        parameters.insert("markov_head.markov_w1.weight", &w1)?;
-        parameters.insert("markov_head.markov_w2.weight", &w2)?;
+        initialise::markov_from_bigram(&mut parameters, config, &w1, &w2)?;
         ctx.note(format!(
             "the Markov head starts as the target's bigram over {} tokens of the data",
             rows.tokens.len()

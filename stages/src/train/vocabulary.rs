@@ -6,7 +6,7 @@ use std::collections::BTreeSet;
 use std::fmt;
 
 use deepspec_datasets::target_cache::Reader;
-use deepspec_models::config::{DraftConfig, TargetConfig};
+use deepspec_models::config::TargetConfig;
 use deepspec_models::draft::DraftVocabulary;
 
 use crate::error::{Error, Result};
@@ -39,17 +39,17 @@ impl fmt::Display for Coverage {
     }
 }
 
-/// The draft vocabulary of a configuration and what it covers; `None` when the drafter has the target's whole vocabulary.
+/// A draft vocabulary of `size` tokens and what it covers; `None` without a size, when the drafter has the target's whole vocabulary.
 /// The tokens that end the target's text are always in it.
 ///
 /// # Errors
 /// When it is too small for those tokens or the cache is damaged.
 pub fn build(
-    config: &DraftConfig,
+    size: Option<usize>,
     target: &TargetConfig,
     cache: &Reader,
 ) -> Result<Option<(DraftVocabulary, Coverage)>> {
-    let Some(size) = config.draft_vocab_size else { return Ok(None) };
+    let Some(size) = size else { return Ok(None) };
     let samples = cache.len();
     let held_out = ((samples as f64 * HELD_OUT) as u64).max(1).min(samples);
     let counted = supervised_counts(cache, target.vocab_size, 0..samples - held_out)?;

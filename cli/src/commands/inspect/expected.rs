@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 
-use deepspec_models::config::{DraftConfig, MarkovHeadType, TargetConfig};
+use deepspec_models::config::{DraftConfig, MarkovHeadType, MoeConfig, TargetConfig};
 
 /// Names and shapes that must be there, and those that may be.
 #[derive(Debug, Default)]
@@ -24,7 +24,7 @@ impl Expected {
         } else {
             expected.require("lm_head.weight", &table);
         }
-        expected.layers("model.", config);
+        expected.layers("model.", config, None);
         expected
     }
 
@@ -46,7 +46,7 @@ impl Expected {
         expected.require("fc.weight", &[hidden, config.target_layer_ids.len() * hidden]);
         expected.require("hidden_norm.weight", &[hidden]);
         expected.require("norm.weight", &[hidden]);
-        expected.layers("", &config.body);
+        expected.layers("", &config.body, config.moe.as_ref());
         if let Some(kind) = config.markov_head_type {
             expected.require("markov_head.markov_w1.weight", &[vocab, rank]);
             expected.require("markov_head.markov_w2.weight", &[draft_vocab, rank]);
@@ -84,7 +84,7 @@ impl Expected {
         }
     }
 
-    fn layers(&mut self, prefix: &str, config: &TargetConfig) {
+    fn layers(&mut self, prefix: &str, config: &TargetConfig, moe: Option<&MoeConfig>) {
         let TargetConfig { hidden_size, intermediate_size, head_dim, attention_bias, mlp_bias, .. } = *config;
         let (q_width, kv_width) = (config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim);
         for layer in 0..config.num_hidden_layers {
@@ -95,9 +95,15 @@ impl Expected {
             self.linear(&at("self_attn.k_proj"), kv_width, hidden_size, attention_bias);
             self.linear(&at("self_attn.v_proj"), kv_width, hidden_size, attention_bias);
             self.linear(&at("self_attn.o_proj"), hidden_size, q_width, attention_bias);
-            self.linear(&at("mlp.gate_proj"), intermediate_size, hidden_size, mlp_bias);
-            self.linear(&at("mlp.up_proj"), intermediate_size, hidden_size, mlp_bias);
-            self.linear(&at("mlp.down_proj"), hidden_size, intermediate_size, mlp_bias);
+            if let Some(moe) = moe {
+                for (name, shape) in moe.tensors(hidden_size) {
+                    self.require(at(&name), &shape);
+                }
+            } else {
+                self.linear(&at("mlp.gate_proj"), intermediate_size, hidden_size, mlp_bias);
+                self.linear(&at("mlp.up_proj"), intermediate_size, hidden_size, mlp_bias);
+                self.linear(&at("mlp.down_proj"), hidden_size, intermediate_size, mlp_bias);
+            }
             if config.qk_norm {
                 self.require(at("self_attn.q_norm.weight"), &[head_dim]);
                 self.require(at("self_attn.k_norm.weight"), &[head_dim]);

@@ -9,9 +9,11 @@ use candle_core::{DType, Device};
 use deepspec_datasets::tokenizer::Tokenizer;
 use deepspec_models::config::{DraftConfig, MarkovHeadType, TargetConfig};
 use deepspec_models::draft::DraftVocabulary;
+use deepspec_models::formats::{Format, detect};
 use deepspec_models::weights::{SINGLE_FILE, Weights};
 use serde_json::{Value, json};
 
+use super::drafter;
 use super::expected::Expected;
 use super::report::Report;
 use super::text_side;
@@ -34,11 +36,18 @@ enum Config {
 }
 
 /// Reports on the folder.
-pub(super) fn inspect(folder: &Path) -> anyhow::Result<Report> {
+pub(super) fn inspect(folder: &Path, target: Option<&Path>) -> anyhow::Result<Report> {
     let path = folder.join("config.json");
     let json = fs_err::read(&path)?;
     let json: Value = serde_json::from_slice(&json).with_context(|| format!("cannot read `{}`", path.display()))?;
     let is_drafter = is_drafter(&json);
+    if is_drafter && !is_block_of_reference(folder, &json) {
+        return drafter::inspect(folder, target);
+    }
+    if !is_drafter && target.is_some() {
+        let problem = "`--model` is for drafters, but the folder holds a target".into();
+        return Err(Refusal { problem, hint: Some("leave `--model` out".into()) }.into());
+    }
     let mut report = Report::new(if is_drafter { "drafter" } else { "target" });
     let config = if is_drafter {
         report.ok(DraftConfig::from_json(&path, &json)).map(Config::Drafter)
@@ -49,7 +58,9 @@ pub(super) fn inspect(folder: &Path) -> anyhow::Result<Report> {
     let types = report.ok(stored_types(folder)).unwrap_or_default();
     match &config {
         Some(Config::Drafter(config)) => {
-            report.facts("drafter", drafter_facts(folder, config));
+            let mut facts = drafter_facts(folder, config);
+            facts["layout"] = json!(Format::Deepspec.name());
+            report.facts("drafter", facts);
             add_layer_ids(&mut report, &config.target_layer_ids);
         }
         Some(Config::Target(config)) => report.facts("target", target_facts(folder, config, weights.as_ref())),
@@ -126,7 +137,7 @@ pub(super) fn target_facts(path: &Path, config: &TargetConfig, weights: Option<&
     })
 }
 
-fn drafter_facts(path: &Path, config: &DraftConfig) -> Value {
+pub(super) fn drafter_facts(path: &Path, config: &DraftConfig) -> Value {
     let head = config.markov_head_type.map(MarkovHeadType::name);
     let is_dflash = head.is_none() && !config.enable_confidence_head;
     let (size, proposals) = (config.block_size, config.proposals());
@@ -150,6 +161,7 @@ fn drafter_facts(path: &Path, config: &DraftConfig) -> Value {
         "confidence_head": config.enable_confidence_head,
         "confidence_head_with_markov": config.confidence_head_with_markov,
         "sliding_window": config.sliding_window,
+        "experts": config.moe.as_ref().map(ToString::to_string),
         "draft_layers": body.num_hidden_layers,
         "num_target_layers": config.num_target_layers,
         "hidden_size": body.hidden_size,
@@ -167,7 +179,17 @@ fn drafter_facts(path: &Path, config: &DraftConfig) -> Value {
 fn is_drafter(config: &Value) -> bool {
     let names = config["architectures"].as_array().into_iter().flatten().filter_map(Value::as_str);
     let is_named = names.into_iter().any(|name| ["DSpark", "DFlash", "Eagle"].iter().any(|kind| name.contains(kind)));
-    is_named || ["target_layer_ids", "dflash_config", "eagle_config"].iter().any(|key| config.get(key).is_some())
+    is_named
+        || ["target_layer_ids", "dflash_config", "eagle_config", "speculators_model_type"]
+            .iter()
+            .any(|key| config.get(key).is_some())
+}
+
+/// Whether a drafter is in the reference's layout for blocks, whose tensors are all listed with what is wrong.
+fn is_block_of_reference(folder: &Path, config: &Value) -> bool {
+    let is_eagle3 = config["architectures"][0].as_str().is_some_and(|name| name.contains("Eagle3"));
+    let Ok(weights) = Weights::from_folder(folder, DType::F32, &Device::Cpu) else { return !is_eagle3 };
+    !is_eagle3 && detect(folder, config, weights.names()).is_ok_and(|format| format == Format::Deepspec)
 }
 
 fn add_tensors(report: &mut Report, weights: &Weights, types: &BTreeMap<String, String>) {
