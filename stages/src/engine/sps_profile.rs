@@ -17,6 +17,8 @@ use crate::run_dir::write_atomic;
 const VERSION: u32 = 1;
 /// A table whose most rows cost less than this many times one row says nothing about the cost of rows.
 const FLAT: f64 = 1.02;
+/// A kept profile is measured again where a pass of one row now takes this many times what it says, or less than one of them.
+const CHANGED: f64 = 1.5;
 
 /// What a profile was measured on.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -228,7 +230,9 @@ pub fn step_costs(
             profile.costs(sequences)?
         }
         None => match Profile::load(kept) {
-            Ok(Profile::Own(own)) if own.fingerprint == *fingerprint && covers(&own, block, sequences) => {
+            Ok(Profile::Own(own))
+                if own.fingerprint == *fingerprint && covers(&own, block, sequences) && still_holds(&own, target)? =>
+            {
                 StepCosts::new(own.entries)?
             }
             _ => measure(target, (block, sequences), fingerprint, kept, ctx)?,
@@ -251,6 +255,12 @@ pub fn step_costs(
 /// Whether a table reaches as far as is needed.
 fn covers(profile: &SpsProfile, block: usize, sequences: usize) -> bool {
     profile.entries.last().is_some_and(|entry| entry.rows >= (block + 1) * sequences)
+}
+
+/// Whether the machine is as fast as when it was measured: other work may have run beside it then, or does now.
+fn still_holds(profile: &SpsProfile, target: &Target) -> Result<bool> {
+    let ratio = StepCosts::measure(target, 0, 1)?.seconds(1) / StepCosts::new(profile.entries.clone())?.seconds(1);
+    Ok((1.0 / CHANGED..CHANGED).contains(&ratio))
 }
 
 fn measure(
