@@ -327,9 +327,9 @@ fn clients_that_leave_free_their_places() {
             drop(stream);
         }
         wait_until_idle(address);
-        let aborted = format!("vllm:request_success_total{{model_name=\"tiny\",finished_reason=\"abort\"}}");
+        let aborted = r#"vllm:request_success_total{model_name="tiny",finished_reason="abort"}"#;
         let text = get(address, "/metrics").body;
-        let line = text.lines().find(|line| line.starts_with(&aborted)).unwrap();
+        let line = text.lines().find(|line| line.starts_with(aborted)).unwrap();
         assert!(line.rsplit(' ').next().unwrap().parse::<f64>().unwrap() > 20.0, "{line}");
         // All places are there again.
         let replies: Vec<_> =

@@ -83,8 +83,10 @@ mod tests {
 
     use super::*;
 
+    type Curve = Box<dyn Fn(usize) -> f64>;
+
     /// Flat, linear, staircase and jagged times of passes.
-    fn curves() -> Vec<(&'static str, Box<dyn Fn(usize) -> f64>)> {
+    fn curves() -> Vec<(&'static str, Curve)> {
         vec![
             ("flat", Box::new(|_| 1.0)),
             ("linear", Box::new(|rows| rows as f64)),

@@ -29,7 +29,7 @@ pub(super) type News = (usize, Result<Update, String>);
 #[derive(Debug)]
 pub(super) enum Command {
     /// A request to run.
-    Submit(Job),
+    Submit(Box<Job>),
     /// Nobody waits for this request any more.
     Cancel(u64),
 }
@@ -65,9 +65,9 @@ impl Shared {
 
     /// Places for several requests, or the number held if there are not so many.
     pub(super) fn places(self: &Arc<Self>, count: usize) -> Result<Vec<Place>, usize> {
-        let taken = self
-            .held
-            .try_update(Ordering::SeqCst, Ordering::SeqCst, |held| (held + count <= self.most).then_some(held + count));
+        let taken = self.held.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |held| {
+            (held + count <= self.most).then_some(held + count)
+        });
         taken.map(|_| (0..count).map(|_| Place(self.clone())).collect())
     }
 
@@ -189,7 +189,8 @@ impl<'e, 'm> EngineLoop<'e, 'm> {
     fn handle(&mut self, command: Command) {
         match command {
             Command::Cancel(id) => self.cancel(id),
-            Command::Submit(Job { request, index, news, place }) => {
+            Command::Submit(job) => {
+                let Job { request, index, news, place } = *job;
                 let (id, prompt_tokens) = (request.id, request.prompt.len());
                 match self.engine.submit(request) {
                     Ok(()) => {

@@ -140,7 +140,7 @@ impl Metrics {
             if let (Outcome::Finished(_), Some(first)) = (outcome, first) {
                 counters.whole.observe(whole.as_secs_f64());
                 if tokens > 1 {
-                    counters.per_token.observe((whole - first).as_secs_f64() / (tokens - 1) as f64);
+                    counters.per_token.observe(whole.saturating_sub(first).as_secs_f64() / (tokens - 1) as f64);
                 }
             }
         });

@@ -292,6 +292,9 @@ fn includes_usage(fields: &mut Fields, streams: bool) -> Read<bool> {
     Ok(includes)
 }
 
+/// A field, and when it asks for nothing.
+type Rule<'a> = (&'a str, &'a dyn Fn(&Value) -> bool);
+
 /// Refuses what this server does not do, unless the field says that it is not wanted.
 fn refuse_unsupported(form: Form, fields: &mut Fields) -> Read<()> {
     let empty_list = |value: &Value| value.as_array().is_some_and(Vec::is_empty);
@@ -300,7 +303,7 @@ fn refuse_unsupported(form: Form, fields: &mut Fields) -> Read<()> {
     let text_only = |value: &Value| value.as_array().is_some_and(|list| list.len() == 1 && list[0] == "text");
     let off = |value: &Value| value == &Value::Bool(false);
     let never = |_: &Value| false;
-    let of_chat: [(&str, &dyn Fn(&Value) -> bool); 8] = [
+    let of_chat: [Rule<'_>; 8] = [
         ("tools", &empty_list),
         ("tool_choice", &is_word("none")),
         ("functions", &empty_list),
@@ -310,8 +313,8 @@ fn refuse_unsupported(form: Form, fields: &mut Fields) -> Read<()> {
         ("audio", &never),
         ("web_search_options", &never),
     ];
-    let of_text: [(&str, &dyn Fn(&Value) -> bool); 2] = [("echo", &off), ("suffix", &is_word(""))];
-    let rules: &[(&str, &dyn Fn(&Value) -> bool)] = if form == Form::Chat { &of_chat } else { &of_text };
+    let of_text: [Rule<'_>; 2] = [("echo", &off), ("suffix", &is_word(""))];
+    let rules: &[Rule<'_>] = if form == Form::Chat { &of_chat } else { &of_text };
     for (name, is_harmless) in rules {
         if let Some(value) = fields.take(name)
             && !is_harmless(&value)
@@ -402,7 +405,7 @@ mod tests {
             assert_eq!(param(chat(rest)), name, "{rest}");
         }
         for (body, name) in [
-            (r#"{}"#, "messages"),
+            ("{}", "messages"),
             (r#"{"messages": "hi"}"#, "messages"),
             (r#"{"messages": []}"#, "messages"),
             (r#"{"messages": [1]}"#, "messages.0"),

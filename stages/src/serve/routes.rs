@@ -219,7 +219,7 @@ async fn answer(app: SharedApp, form: Form, request: HttpRequest) -> Result<Resp
     let prompts = requests.iter().map(|request| request.prompt.clone()).collect();
     for (index, (request, place)) in requests.into_iter().zip(places).enumerate() {
         let job = Job { request, index, news: sender.clone(), place };
-        app.commands.send(Command::Submit(job)).map_err(|_| ApiError::stopping())?;
+        app.commands.send(Command::Submit(Box::new(job))).map_err(|_| ApiError::stopping())?;
     }
     drop(sender);
     if api.streams {
