@@ -327,7 +327,7 @@ fn clients_that_leave_free_their_places() {
             drop(stream);
         }
         wait_until_idle(address);
-        let aborted = "vllm:request_success_total{model_name=\"tiny\",finished_reason=\"abort\"}";
+        let aborted = r#"vllm:request_success_total{model_name="tiny",finished_reason="abort"}"#;
         let text = get(address, "/metrics").body;
         let line = text.lines().find(|line| line.starts_with(aborted)).unwrap();
         assert!(line.rsplit(' ').next().unwrap().parse::<f64>().unwrap() > 20.0, "{line}");

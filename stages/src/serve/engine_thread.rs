@@ -65,8 +65,9 @@ impl Shared {
 
     /// Places for several requests, or the number held if there are not so many.
     pub(super) fn places(self: &Arc<Self>, count: usize) -> Result<Vec<Place>, usize> {
-        let more = |held| (held + count <= self.most).then_some(held + count);
-        let taken = self.held.fetch_update(Ordering::SeqCst, Ordering::SeqCst, more);
+        let taken = self.held.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |held| {
+            (held + count <= self.most).then_some(held + count)
+        });
         taken.map(|_| (0..count).map(|_| Place(self.clone())).collect())
     }
 

@@ -292,6 +292,9 @@ fn includes_usage(fields: &mut Fields, streams: bool) -> Read<bool> {
     Ok(includes)
 }
 
+/// A field, and when it asks for nothing.
+type Rule<'a> = (&'a str, &'a dyn Fn(&Value) -> bool);
+
 /// Refuses what this server does not do, unless the field says that it is not wanted.
 fn refuse_unsupported(form: Form, fields: &mut Fields) -> Read<()> {
     let empty_list = |value: &Value| value.as_array().is_some_and(Vec::is_empty);
@@ -300,7 +303,6 @@ fn refuse_unsupported(form: Form, fields: &mut Fields) -> Read<()> {
     let text_only = |value: &Value| value.as_array().is_some_and(|list| list.len() == 1 && list[0] == "text");
     let off = |value: &Value| value == &Value::Bool(false);
     let never = |_: &Value| false;
-    type Rule<'a> = (&'a str, &'a dyn Fn(&Value) -> bool);
     let of_chat: [Rule<'_>; 8] = [
         ("tools", &empty_list),
         ("tool_choice", &is_word("none")),
