@@ -491,7 +491,13 @@ fn vocabulary_loss_of_a_draft_vocabulary() {
             kl: 0.3,
         });
         let tokens_slice = Some(&tokens[..]);
-        let call = LossCall { rows: &rows, draft_tokens: tokens_slice, kl_temperature: temperature, with_target: true };
+        let call = LossCall {
+            rows: &rows,
+            draft_tokens: tokens_slice,
+            kl_temperature: temperature,
+            with_target: true,
+            chunk_rows: None,
+        };
         let matrix = |data: &[f32], rows: usize, cols: usize| Matrix::new(data.as_ptr() as u64, rows, cols);
         let heads = Heads {
             draft: matrix(&head, vocab, width),
