@@ -72,7 +72,7 @@ impl Models {
             precision: packing(precision).name().into(),
             machine: machine(),
             threads: rayon::current_num_threads(),
-            instruction_set: deepspec_models::instruction_set().into(),
+            instruction_set: deepspec_models::instruction_set(),
             version: env!("CARGO_PKG_VERSION").into(),
         };
         let profile = arguments.profile.clone();
