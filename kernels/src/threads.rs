@@ -14,6 +14,8 @@ use std::time::{Duration, Instant};
 const PATIENCE: Duration = Duration::from_millis(2);
 /// Looks at the job between two looks at the clock.
 const LOOKS: usize = 64;
+/// Looks at the last shares of a job before its caller lets other threads run.
+const LOOKS_BEFORE_YIELD: usize = 2048;
 /// Shares of one job at most: an index takes the low half of the state.
 const CLOSED: u64 = u32::MAX as u64;
 
@@ -183,8 +185,15 @@ impl Pool {
             self.alarm.notify_all();
         }
         while self.share() {}
+        let mut looks = 0;
         while self.finished.load(Ordering::Acquire) < shares {
-            std::hint::spin_loop();
+            looks += 1;
+            if looks < LOOKS_BEFORE_YIELD {
+                std::hint::spin_loop();
+            } else {
+                // On a busy machine the thread that has the last share may be waiting for this one's processor.
+                std::thread::yield_now();
+            }
         }
         if let Some(panic) = self.panic.lock().unwrap_or_else(PoisonError::into_inner).take() {
             resume_unwind(panic);

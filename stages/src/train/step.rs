@@ -20,7 +20,7 @@ use crate::recipe::{Phase, TrainRecipe};
 #[serde(rename_all = "lowercase")]
 pub enum Sums {
     /// Of DSpark and DFlash.
-    Block(MetricSums),
+    Block(Box<MetricSums>),
     /// Of Eagle3.
     Eagle3(Eagle3Sums),
 }
@@ -111,9 +111,16 @@ pub fn run(
 ) -> Result<StepDone> {
     let mut gradients = Gradients::default();
     let sums = match drafter {
-        Drafter::Block(drafter) => {
-            Sums::Block(block(drafter, parameters, head, weights, routers, batch, with_acceptance, &mut gradients)?)
-        }
+        Drafter::Block(drafter) => Sums::Block(Box::new(block(
+            drafter,
+            parameters,
+            head,
+            weights,
+            routers,
+            batch,
+            with_acceptance,
+            &mut gradients,
+        )?)),
         Drafter::Eagle3(drafter) => Sums::Eagle3(eagle3(drafter, parameters, head, batch, &mut gradients)?),
     };
     let grad_norm = optimizer.update(parameters, &gradients, lr)?;
