@@ -11,7 +11,7 @@ if ! command -v "${CHROMIUM:-chromium}" > /dev/null || ! node --experimental-web
     exit 0
 fi
 log=$(mktemp)
-DEEPSPEC_API_KEY=secret ${DEEPSPEC_BINARY:-target/release/deepspec} serve --target "$@" --listen 127.0.0.1:0 --slots 4 \
+env -u DEEPSPEC_API_KEY ${DEEPSPEC_BINARY:-target/release/deepspec} serve --target "$@" --listen 127.0.0.1:0 --slots 4 \
     --context 2048 > "$log" 2>&1 &
 server=$!
 trap 'kill $server 2> /dev/null || true; cat "$log"; rm -f "$log"' EXIT
@@ -23,4 +23,4 @@ for _ in $(seq 240); do
     sleep 0.5
 done
 test -n "$url"
-node --experimental-websocket --no-warnings cli/tests/page.mjs "$url/" secret target/page.png
+node --experimental-websocket --no-warnings cli/tests/page.mjs "$url/" target/page.png

@@ -213,7 +213,7 @@ impl<'e, 'm> EngineLoop<'e, 'm> {
     }
 
     fn step(&mut self, ctx: Context<'_>) {
-        let (begun, rows_before) = (Instant::now(), self.engine.rows());
+        let (begun, rows_before, rounds_before) = (Instant::now(), self.engine.rows(), self.engine.round_times().steps);
         let updates = match self.engine.step() {
             Ok(updates) => updates,
             Err(error) => {
@@ -231,6 +231,7 @@ impl<'e, 'm> EngineLoop<'e, 'm> {
             waiting: self.engine.waiting(),
             plain_s: self.engine.step_costs().map(|costs| costs.seconds(running.max(1))),
             times: self.engine.times(),
+            reads_prompt: self.engine.round_times().steps == rounds_before,
         };
         self.shared.metrics.step(step, (self.engine.rows() - rows_before) as usize);
         for update in updates {

@@ -102,6 +102,8 @@ pub(super) struct Step {
     /// Seconds of a plain pass for as many sequences.
     pub(super) plain_s: Option<f64>,
     pub(super) times: PhaseTimes,
+    /// Whether a prompt was read, too: the step then tells little of decoding.
+    pub(super) reads_prompt: bool,
 }
 
 /// The counters, shared between the engine and the routes.
@@ -173,6 +175,9 @@ impl Metrics {
         self.with(|counters| {
             counters.generation_tokens += step.tokens as u64;
             (counters.running, counters.waiting, counters.times) = (step.running, step.waiting, step.times);
+            if step.reads_prompt {
+                return;
+            }
             let recent = &mut counters.recent;
             let weight = if recent.rows == 0.0 { 1.0 } else { RATE };
             let rate = step.tokens as f64 / step.duration.as_secs_f64().max(1e-9);
