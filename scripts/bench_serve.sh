@@ -5,6 +5,7 @@
 # Environment: TOKENS (64), REQUESTS (8), LEVELS (1,2,4,8,16,32), SCHEDULES (plain fixed=3 threshold=0.5 scheduled).
 set -euo pipefail
 cd "$(dirname "$0")/.."
+. scripts/servers.sh
 
 out=$1 prompts=$2 target=$3
 shift 3
@@ -16,14 +17,7 @@ for schedule in ${SCHEDULES:-plain fixed=3 threshold=0.5 scheduled}; do
     target/release/deepspec serve --target "$target" "$@" --schedule "$schedule" --listen 127.0.0.1:0 --slots 32 \
         --context 1024 --queue 64 > "$log/$schedule" 2>&1 &
     pids+=($!)
-    address=
-    for _ in $(seq 240); do
-        address=$(sed -n 's/^listening on http:\/\/\([^;]*\);.*/\1/p' "$log/$schedule")
-        [ -n "$address" ] && break
-        kill -0 "${pids[-1]}"
-        sleep 0.5
-    done
-    test -n "$address"
+    address=$(server_address "$log/$schedule" "${pids[-1]}")
     servers+=("$schedule=$address")
 done
 cargo run --quiet --release --package deepspec-stages --example bench_serve -- \

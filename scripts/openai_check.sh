@@ -6,26 +6,14 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-deepspec=${DEEPSPEC_BINARY:-target/release/deepspec}
 venv=target/openai-client
 if ! "$venv/bin/python" -c 'import openai' 2> /dev/null; then
     "${DEEPSPEC_PYTHON:-python3}" -m venv "$venv"
     "$venv/bin/pip" install --quiet --disable-pip-version-check openai
 fi
 
-log=$(mktemp)
-DEEPSPEC_API_KEY=secret $deepspec serve --target "$@" --listen 127.0.0.1:0 --slots 4 --context 1024 --queue 16 \
-    --model-name smol > "$log" 2>&1 &
-server=$!
-trap 'kill $server 2> /dev/null || true; cat "$log"; rm -f "$log"' EXIT
-url=
-for _ in $(seq 240); do
-    url=$(sed -n 's/^listening on \(http:[^;]*\);.*/\1/p' "$log")
-    [ -n "$url" ] && break
-    kill -0 $server
-    sleep 0.5
-done
-test -n "$url"
+. scripts/servers.sh
+DEEPSPEC_API_KEY=secret start_server "$@" --context 1024 --queue 16 --model-name smol
 
 "$venv/bin/python" cli/tests/openai_client.py "$url/v1" smol
 

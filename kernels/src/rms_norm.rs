@@ -12,9 +12,6 @@ use crate::threads::{self, Shared};
 #[cfg(feature = "cuda")]
 use crate::{cuda::Cuda, device};
 
-/// Elements from which on other threads are worth waking.
-const PARALLEL: usize = 1 << 14;
-
 /// Normalises each row of `x` (last dimension) and scales it by `weight`.
 ///
 /// # Shapes
@@ -79,7 +76,7 @@ impl candle_core::CustomOp3 for AddRmsNorm {
         let (rows, cols) = (x.count, x.cols);
         let mut out = Vec::with_capacity(2 * rows * cols);
         let (sums, shares) =
-            (Shared::new(out.as_mut_ptr()), if rows * cols >= PARALLEL { threads::count() } else { 1 });
+            (Shared::new(out.as_mut_ptr()), if rows * cols >= threads::WORTH_SHARING { threads::count() } else { 1 });
         threads::run(shares, |share| {
             for i in rows * share / shares..rows * (share + 1) / shares {
                 // SAFETY: both rows lie inside the memory and this share alone has them.
@@ -133,7 +130,7 @@ impl CustomOp2 for RmsNorm {
         if weight.len() != x.cols {
             bail!("rms-norm weight has {} elements for rows of {}", weight.len(), x.cols);
         }
-        let parallel = x.count * x.cols >= PARALLEL;
+        let parallel = x.count * x.cols >= threads::WORTH_SHARING;
         let y = threads::new_rows(x.count, x.cols, parallel, |i, y| forward_row(x.row(i), weight, self.eps, y));
         Ok((CpuStorage::F32(y), xl.shape().clone()))
     }

@@ -18,9 +18,6 @@ use crate::{
     device,
 };
 
-/// Elements from which on other threads are worth waking.
-const PARALLEL: usize = 1 << 14;
-
 /// Inverse frequencies of a model's rotary embedding.
 #[derive(Debug, Clone)]
 pub struct RopeFrequencies {
@@ -126,7 +123,7 @@ impl CustomOp1 for RopeAngles {
         let x = Rows::new(self.name(), storage, layout)?;
         self.check(x.count, x.cols)?;
         let direction = if self.inverse { -1.0 } else { 1.0 };
-        let y = threads::new_rows(x.count, x.cols, x.count * x.cols >= PARALLEL, |row, y| {
+        let y = threads::new_rows(x.count, x.cols, x.count * x.cols >= threads::WORTH_SHARING, |row, y| {
             y.copy_from_slice(x.row(row));
             let pairs = row * self.pairs..(row + 1) * self.pairs;
             turn_row(y, &self.cos[pairs.clone()], &self.sin[pairs], direction, self.head_dim);

@@ -14,6 +14,8 @@ use std::time::{Duration, Instant};
 const PATIENCE: Duration = Duration::from_millis(2);
 /// Looks at the job between two looks at the clock.
 const LOOKS: usize = 64;
+/// Elements that an operation of a few instructions on each has to have for other threads to be worth waking.
+pub(crate) const WORTH_SHARING: usize = 1 << 14;
 /// Looks at the last shares of a job before its caller lets other threads run.
 const LOOKS_BEFORE_YIELD: usize = 2048;
 /// Shares of one job at most: an index takes the low half of the state.

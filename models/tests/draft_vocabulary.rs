@@ -1,6 +1,8 @@
 //! A drafter with a draft vocabulary: its checkpoints, its loss and its proposals, on a tiny random model.
 #![expect(clippy::unwrap_used, reason = "helpers of tests fail as tests do")]
 
+mod tiny;
+
 use std::path::Path;
 use std::sync::Arc;
 
@@ -12,24 +14,18 @@ use deepspec_models::draft::{DSpark, DraftVocabulary, ParameterSource, Parameter
 use deepspec_models::error::Error;
 use deepspec_models::linear::{Linear, Packed, Precision};
 use deepspec_models::loss::dspark::{DSparkLoss, LossHead, LossWeights, Supervision, WeightSums, dspark_loss};
-use deepspec_models::speculate::{
-    CounterRng, DSparkProposer, Distribution, DraftRequest, Proposal, Proposer, SamplingParams, Stream,
-};
+use deepspec_models::speculate::{DSparkProposer, Distribution, DraftRequest, Proposal, Proposer, SamplingParams};
 use deepspec_models::weights::Weights;
 use serde_json::json;
 use tempfile::TempDir;
+
+use tiny::{flat, random};
 
 const CPU: Device = Device::Cpu;
 const VOCAB: usize = 23;
 const HIDDEN: usize = 16;
 const RANK: usize = 4;
 const TOKENS: [u32; 8] = [2, 3, 5, 8, 11, 13, 17, 21];
-
-fn random(seed: u64, rows: usize, cols: usize) -> Tensor {
-    let rng = CounterRng::new(seed, Stream::Init, 1 << 40);
-    let values: Vec<f32> = (0..rows * cols).map(|i| rng.normal(i as u64) as f32).collect();
-    Tensor::from_vec(values, (rows, cols), &CPU).unwrap()
-}
 
 fn config(draft_vocab_size: Option<usize>) -> DraftConfig {
     let json = json!({
@@ -213,10 +209,6 @@ fn run(pair: &Pair, parameters: Parameters, vocabulary: Option<DraftVocabulary>,
     let sums = supervision.weights;
     let loss = dspark_loss(&drafter, &head, weights, &supervision, &hidden, &target, sums, true).unwrap();
     Run { parameters, hidden, target, supervision, loss }
-}
-
-fn flat(tensor: &Tensor) -> Vec<f32> {
-    tensor.flatten_all().unwrap().to_vec1().unwrap()
 }
 
 fn softmax(logits: &[f64]) -> Vec<f64> {

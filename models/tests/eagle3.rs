@@ -1,6 +1,8 @@
 //! Eagle3 in every form of its layer: all trainable tensors learn, and drafting computes what training did.
 #![expect(clippy::unwrap_used, reason = "helpers of tests fail as tests do")]
 
+mod tiny;
+
 use std::path::Path;
 use std::sync::Arc;
 
@@ -12,9 +14,10 @@ use deepspec_models::draft::{ParameterSource, Parameters};
 use deepspec_models::linear::{Packed, Precision};
 use deepspec_models::loss::dspark::LossHead;
 use deepspec_models::loss::eagle3::eagle3_loss;
-use deepspec_models::speculate::{CounterRng, Stream};
 use deepspec_models::weights::Weights;
 use serde_json::json;
+
+use tiny::{flat, random};
 
 const VOCAB: usize = 40;
 const HIDDEN: usize = 16;
@@ -34,16 +37,6 @@ fn forms() -> impl Iterator<Item = Eagle3Config> {
     (0..8).map(|i| config(i & 1 != 0, i & 2 != 0, i & 4 != 0))
 }
 
-fn random(seed: u64, rows: usize, cols: usize) -> Tensor {
-    let rng = CounterRng::new(seed, Stream::Init, 0);
-    let values: Vec<f32> = (0..rows * cols).map(|i| rng.normal(i as u64) as f32).collect();
-    Tensor::from_vec(values, (rows, cols), &Device::Cpu).unwrap()
-}
-
-fn values(t: &Tensor) -> Vec<f32> {
-    t.flatten_all().unwrap().to_vec1().unwrap()
-}
-
 /// Random parameters in which no tensor is at a special value.
 fn parameters(config: &Eagle3Config) -> Parameters {
     let mut parameters = initialise::random(config, 3).unwrap();
@@ -61,7 +54,7 @@ const TOKENS: [&[u32]; 2] = [&[3, 1, 4, 1, 5, 9, 2, 6, 5, 3], &[27, 18, 28, 18, 
 #[test]
 fn every_trainable_tensor_has_a_gradient_in_every_form() {
     let lm_head = random(1, VOCAB, HIDDEN);
-    let packed = Packed::new(&[&values(&lm_head)], HIDDEN, None, Precision::F32).unwrap();
+    let packed = Packed::new(&[&flat(&lm_head)], HIDDEN, None, Precision::F32).unwrap();
     let head = LossHead::new(&lm_head, Arc::new(packed), None).unwrap();
     let (features, target) = (random(4, 16, 2 * HIDDEN), random(5, 16, HIDDEN));
     let masks: [&[u8]; 2] = [&[0, 0, 0, 1, 1, 1, 1, 1, 1, 1], &[0, 0, 1, 1, 0, 1]];
@@ -76,7 +69,7 @@ fn every_trainable_tensor_has_a_gradient_in_every_form() {
             let grads = loss.loss.backward().unwrap();
             assert_eq!(parameters.iter().count(), DrafterConfig::Eagle3(config.clone()).trainable_shapes().len());
             for (name, var) in parameters.iter() {
-                let grad = values(grads.get(var).unwrap_or_else(|| panic!("no gradient of {name}")));
+                let grad = flat(grads.get(var).unwrap_or_else(|| panic!("no gradient of {name}")));
                 assert!(grad.iter().any(|g| *g != 0.0), "gradient of {name} is zero in {config:?}");
             }
         }
@@ -121,8 +114,8 @@ fn drafting_computes_what_training_did_in_every_form() {
                     if step > 0 {
                         out = drafter.draft_rows(&context, &out, &[token], &[slot], step - 1).unwrap();
                     }
-                    let expected = values(&expected.narrow(0, first + known - 1, 1).unwrap().detach());
-                    for (got, expected) in values(&out).iter().zip(&expected) {
+                    let expected = flat(&expected.narrow(0, first + known - 1, 1).unwrap().detach());
+                    for (got, expected) in flat(&out).iter().zip(&expected) {
                         assert!((got - expected).abs() < 1e-4, "row {known}, step {step}: {got}, {expected}");
                     }
                 }

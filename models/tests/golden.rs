@@ -2,14 +2,11 @@
 //! optimiser steps.
 //!
 //! Sizes and hyperparameters come from the files. `DEEPSPEC_GOLDEN` names another folder of the same layout.
-#![expect(
-    clippy::disallowed_methods,
-    clippy::unwrap_used,
-    reason = "tests read the environment to find golden data and fail as tests do"
-)]
+#![expect(clippy::unwrap_used, reason = "tests fail as tests do")]
+
+mod reference;
 
 use std::collections::HashMap;
-use std::path::PathBuf;
 use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
@@ -23,38 +20,7 @@ use deepspec_models::target::{NewTokens, Target};
 use deepspec_models::weights::Weights;
 use serde_json::Value;
 
-fn golden(part: &str) -> PathBuf {
-    let root = std::env::var("DEEPSPEC_GOLDEN").map_or_else(|_| PathBuf::from("tests/golden"), PathBuf::from);
-    root.join(part)
-}
-
-fn json(part: &str) -> Value {
-    serde_json::from_slice(&fs_err::read(golden(part)).unwrap()).unwrap()
-}
-
-fn tensors(part: &str) -> HashMap<String, Tensor> {
-    candle_core::safetensors::load(golden(part), &Device::Cpu).unwrap()
-}
-
-fn floats(t: &Tensor) -> Vec<f32> {
-    t.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1().unwrap()
-}
-
-fn ints(t: &Tensor) -> Vec<i64> {
-    t.to_dtype(DType::I64).unwrap().flatten_all().unwrap().to_vec1().unwrap()
-}
-
-/// atol + rtol · |expected|
-fn close(what: &str, got: &[f32], expected: &[f32], atol: f32, rtol: f32) {
-    assert_eq!(got.len(), expected.len(), "{what}: length");
-    for (i, (g, e)) in got.iter().zip(expected).enumerate() {
-        assert!((g - e).abs() <= atol + rtol * e.abs(), "{what}[{i}]: got {g}, expected {e}");
-    }
-}
-
-fn relative(what: &str, got: f64, expected: f64, tolerance: f64) {
-    assert!((got - expected).abs() <= tolerance * expected.abs().max(1e-6), "{what}: got {got}, expected {expected}");
-}
+use reference::{close, floats, golden, ints, json, relative, tensors};
 
 #[test]
 fn golden_target_hidden_states_and_logits() {

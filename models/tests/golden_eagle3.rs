@@ -2,14 +2,11 @@
 //! loss does to the ends of a sequence.
 //!
 //! Sizes and hyperparameters come from the files. `DEEPSPEC_GOLDEN` names another folder of the same layout.
-#![expect(
-    clippy::disallowed_methods,
-    clippy::unwrap_used,
-    reason = "tests read the environment to find golden data and fail as tests do"
-)]
+#![expect(clippy::unwrap_used, reason = "tests fail as tests do")]
+
+mod reference;
 
 use std::collections::HashMap;
-use std::path::PathBuf;
 use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor, Var};
@@ -23,30 +20,7 @@ use deepspec_models::optimizer::Gradients;
 use deepspec_models::weights::Weights;
 use serde_json::Value;
 
-fn golden(part: &str) -> PathBuf {
-    let root = std::env::var("DEEPSPEC_GOLDEN").map_or_else(|_| PathBuf::from("tests/golden"), PathBuf::from);
-    root.join(part)
-}
-
-fn floats(t: &Tensor) -> Vec<f32> {
-    t.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1().unwrap()
-}
-
-fn ints(t: &Tensor) -> Vec<i64> {
-    t.to_dtype(DType::I64).unwrap().flatten_all().unwrap().to_vec1().unwrap()
-}
-
-/// atol + rtol · |expected|
-fn close(what: &str, got: &[f32], expected: &[f32], atol: f32, rtol: f32) {
-    assert_eq!(got.len(), expected.len(), "{what}: length");
-    for (i, (g, e)) in got.iter().zip(expected).enumerate() {
-        assert!((g - e).abs() <= atol + rtol * e.abs(), "{what}[{i}]: got {g}, expected {e}");
-    }
-}
-
-fn relative(what: &str, got: f64, expected: f64, tolerance: f64) {
-    assert!((got - expected).abs() <= tolerance * expected.abs().max(1e-6), "{what}: got {got}, expected {expected}");
-}
+use reference::{close, floats, golden, ints, json, relative, tensors};
 
 /// The golden checkpoint as variables, and its batch without padding.
 struct Set {
@@ -73,7 +47,7 @@ impl Set {
         };
         let config = change(config);
         let weights = Weights::from_folder(golden("eagle3"), DType::F32, &Device::Cpu).unwrap();
-        let summary: Value = serde_json::from_slice(&fs_err::read(golden("eagle3/train.json")).unwrap()).unwrap();
+        let summary: Value = json("eagle3/train.json");
         let mut parameters = Parameters::default();
         let shapes = DrafterConfig::Eagle3(config.clone()).trainable_shapes();
         let mut trained: Vec<&str> =
@@ -88,7 +62,7 @@ impl Set {
         let lm_head = weights.get("lm_head.weight", &table).unwrap();
         weights.finish().unwrap();
         let drafter = Eagle3::new(config, embed, ParameterSource::Trainable(&parameters)).unwrap();
-        let data = candle_core::safetensors::load(golden("eagle3/train.safetensors"), &Device::Cpu).unwrap();
+        let data = tensors("eagle3/train.safetensors");
         let (batch, length) = data["in.input_ids"].dims2().unwrap();
         let mask = ints(&data["in.attention_mask"]);
         let lengths: Vec<usize> = mask.chunks(length).map(|row| row.iter().sum::<i64>() as usize).collect();

@@ -2,6 +2,8 @@
 //! against the training forward, the start from a bigram.
 #![expect(clippy::unwrap_used, reason = "helpers of tests fail as tests do")]
 
+mod tiny;
+
 use std::path::Path;
 use std::sync::Arc;
 
@@ -13,28 +15,18 @@ use deepspec_models::draft::{DSpark, ParameterSource, Parameters, initialise, tr
 use deepspec_models::linear::{Linear, Packed, Precision};
 use deepspec_models::loss::dspark::{DSparkLoss, LossHead, LossWeights, Supervision, dspark_loss};
 use deepspec_models::optimizer::Gradients;
-use deepspec_models::speculate::{
-    CounterRng, DSparkProposer, DraftRequest, Proposal, Proposer, SamplingParams, Stream, argmax_first,
-};
+use deepspec_models::speculate::{DSparkProposer, DraftRequest, Proposal, Proposer, SamplingParams, argmax_first};
 use deepspec_models::weights::Weights;
 use serde_json::{Value, json};
 use tempfile::TempDir;
+
+use tiny::{flat, random};
 
 const CPU: Device = Device::Cpu;
 const VOCAB: usize = 19;
 const HIDDEN: usize = 16;
 const RANK: usize = 5;
 const MASK: u32 = 6;
-
-fn random(seed: u64, rows: usize, cols: usize) -> Tensor {
-    let rng = CounterRng::new(seed, Stream::Init, 1 << 40);
-    let values: Vec<f32> = (0..rows * cols).map(|i| rng.normal(i as u64) as f32).collect();
-    Tensor::from_vec(values, (rows, cols), &CPU).unwrap()
-}
-
-fn flat(tensor: &Tensor) -> Vec<f32> {
-    tensor.flatten_all().unwrap().to_vec1().unwrap()
-}
 
 /// One form of drafter.
 #[derive(Debug, Clone, Copy)]

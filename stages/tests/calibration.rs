@@ -1,16 +1,17 @@
 //! `eval --calibrate` on the tiny golden target and drafter: what it fits, holds out, writes, resumes and refuses, and that
 //! calibrated confidences change no token.
-#![expect(clippy::disallowed_methods, reason = "tests read the environment to find golden data")]
 #![expect(clippy::unwrap_used, reason = "helpers of tests fail as tests do")]
 
 mod common;
+#[path = "common/tiny.rs"]
+mod tiny;
 
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
 use candle_core::{DType, Device};
 use deepspec_datasets::renderer::Renderer;
-use deepspec_models::config::{DraftConfig, TargetConfig};
+use deepspec_models::config::DraftConfig;
 use deepspec_models::draft::{DSpark, ParameterSource};
 use deepspec_models::linear::Precision;
 use deepspec_models::speculate::Temperatures;
@@ -27,20 +28,10 @@ use deepspec_stages::run_dir::{Provenance, read_journal};
 use deepspec_stages::{Error, Result};
 
 use common::byte_renderer;
+use tiny::{golden, target};
 
 const TEMPLATE: &str = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}\
                         {% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
-
-fn golden(part: &str) -> PathBuf {
-    let root = std::env::var("DEEPSPEC_GOLDEN").map_or_else(|_| PathBuf::from("../models/tests/golden"), PathBuf::from);
-    root.join(part)
-}
-
-fn target() -> Target {
-    let config = TargetConfig::from_folder(golden("target")).unwrap();
-    let weights = Weights::from_folder(golden("target"), DType::F32, &Device::Cpu).unwrap();
-    Target::load(config, &weights, Precision::F32).unwrap()
-}
 
 fn drafter(has_confidence: bool) -> Drafter {
     let folder = golden("decode/dspark_vanilla");

@@ -1,58 +1,28 @@
 //! The engine against the decode traces of the Python reference, and its promises: speculation changes no token, a
 //! sequence does not depend on its batch.
-#![expect(
-    clippy::disallowed_methods,
-    clippy::unwrap_used,
-    reason = "tests read the environment to find golden data and fail as tests do"
-)]
+#![expect(clippy::unwrap_used, reason = "tests fail as tests do")]
+
+#[path = "common/requests.rs"]
+mod requests;
+#[path = "common/tiny.rs"]
+mod tiny;
+#[path = "common/tiny_drafter.rs"]
+mod tiny_drafter;
+#[path = "common/traces.rs"]
+mod traces;
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::PathBuf;
 
-use candle_core::{DType, Device};
-use deepspec_models::config::{DraftConfig, TargetConfig};
-use deepspec_models::draft::{DSpark, ParameterSource};
 use deepspec_models::linear::Precision;
 use deepspec_models::speculate::{DSparkProposer, NgramProposer, NoProposer, Proposer, SamplingParams};
 use deepspec_models::target::Target;
-use deepspec_models::weights::Weights;
-use deepspec_stages::engine::{Adaptive, Engine, Finished, Request, RequestOptions, StepCost, StepCosts};
+use deepspec_stages::engine::{Adaptive, Engine, Finished, Request, StepCost, StepCosts};
 use serde_json::Value;
 
-fn golden(part: &str) -> PathBuf {
-    let root = std::env::var("DEEPSPEC_GOLDEN").map_or_else(|_| PathBuf::from("../models/tests/golden"), PathBuf::from);
-    root.join(part)
-}
-
-fn target(precision: Precision) -> Target {
-    let config = TargetConfig::from_folder(golden("target")).unwrap();
-    let weights = Weights::from_folder(golden("target"), DType::F32, &Device::Cpu).unwrap();
-    Target::load(config, &weights, precision).unwrap()
-}
-
-fn drafter(name: &str) -> DSpark {
-    let config = DraftConfig::from_folder(golden(name)).unwrap();
-    let weights = Weights::from_folder(golden(name), DType::F32, &Device::Cpu).unwrap();
-    let table = [config.body.vocab_size, config.body.hidden_size];
-    let embed = weights.get("embed_tokens.weight", &table).unwrap();
-    weights.skip("lm_head.weight");
-    let drafter = DSpark::new(config, embed, ParameterSource::Frozen(&weights, Precision::F32)).unwrap();
-    weights.finish().unwrap();
-    drafter
-}
-
-fn request(id: u64, prompt: Vec<u32>, max_new_tokens: usize) -> Request {
-    Request {
-        id,
-        prompt,
-        sampling: SamplingParams::greedy(),
-        seed: 7 + id,
-        max_new_tokens,
-        stop_ids: Vec::new().into(),
-        confidence_threshold: 0.0,
-        options: RequestOptions::default(),
-    }
-}
+use requests::request;
+use tiny::{target, target_in};
+use tiny_drafter::drafter;
+use traces::{numbers, traces};
 
 fn run(target: &Target, proposer: Box<dyn Proposer + '_>, slots: usize, requests: Vec<Request>) -> Vec<Finished> {
     let capacity = capacity(&requests);
@@ -65,13 +35,6 @@ fn run(target: &Target, proposer: Box<dyn Proposer + '_>, slots: usize, requests
 /// Room for the longest request.
 fn capacity(requests: &[Request]) -> usize {
     requests.iter().map(|r| r.prompt.len() + r.max_new_tokens).max().unwrap()
-}
-
-fn numbers<T: TryFrom<u64>>(value: &Value) -> Vec<T>
-where
-    T::Error: std::fmt::Debug,
-{
-    value.as_array().unwrap().iter().map(|v| T::try_from(v.as_u64().unwrap()).unwrap()).collect()
 }
 
 #[test]
@@ -91,8 +54,8 @@ fn golden_decode_traces_dflash() {
 
 /// Every case of a set of traces: tokens, blocks, lengths and confidences of each round.
 fn check_traces(set: &str) {
-    let (target, drafter) = (target(Precision::F32), drafter(set));
-    let traces: Value = serde_json::from_slice(&fs_err::read(golden(&format!("{set}/traces.json"))).unwrap()).unwrap();
+    let (target, drafter) = (target(), drafter(set));
+    let traces = traces(set);
     let block = drafter.config().block_size;
     let cases = traces["cases"].as_array().unwrap();
     assert!(!cases.is_empty());
@@ -147,7 +110,7 @@ fn prompts(vocab: usize) -> Vec<Vec<u32>> {
 fn speculation_and_batching_change_no_token() {
     let drafter = drafter("decode/dspark_vanilla");
     for precision in [Precision::F32, Precision::Bf16] {
-        let target = target(precision);
+        let target = target_in(precision);
         let vocab = target.config().vocab_size;
         for temperature in [0.0, 0.8] {
             let requests = || -> Vec<Request> {
@@ -204,7 +167,7 @@ fn choosers(target: &Target) -> Vec<(&'static str, Adaptive)> {
 fn choosing_lengths_changes_no_token() {
     let drafter = drafter("decode/dspark_vanilla");
     for precision in [Precision::F32, Precision::Q8] {
-        let target = target(precision);
+        let target = target_in(precision);
         let vocab = target.config().vocab_size;
         let requests = || -> Vec<Request> {
             let with_budget = |(i, p): (usize, Vec<u32>)| request(i as u64, p, 40 + 30 * (i % 3));
@@ -248,7 +211,7 @@ fn choosing_lengths_changes_no_token() {
 
 #[test]
 fn a_run_with_fixed_costs_can_be_repeated() {
-    let (target, drafter) = (target(Precision::F32), drafter("decode/dspark_vanilla"));
+    let (target, drafter) = (target(), drafter("decode/dspark_vanilla"));
     let rounds = || {
         let lookup = Box::new(NgramProposer::new(4, 6));
         let dspark = Box::new(DSparkProposer::new(&drafter, target.lm_head(), 3, 160).unwrap());
@@ -273,7 +236,7 @@ fn a_run_with_fixed_costs_can_be_repeated() {
 #[test]
 fn choosing_lengths_keeps_the_distribution() {
     const ANSWERS: u64 = 6000;
-    let (target, drafter) = (target(Precision::F32), drafter("decode/dspark_vanilla"));
+    let (target, drafter) = (target(), drafter("decode/dspark_vanilla"));
     let requests = |seed: u64| -> Vec<Request> {
         let one = |id: u64| {
             // One token from the prompt, four from rounds; the text holds repeats for the lookup.
@@ -338,7 +301,7 @@ fn two_sample_score(left: &Counts, right: &Counts) -> f64 {
 
 #[test]
 fn cancelled_slots_leave_nothing_behind() {
-    let (target, drafter) = (target(Precision::F32), drafter("decode/dspark_vanilla"));
+    let (target, drafter) = (target(), drafter("decode/dspark_vanilla"));
     let vocab = target.config().vocab_size;
     let solo: Vec<Vec<u32>> = prompts(vocab)
         .into_iter()
@@ -368,7 +331,7 @@ fn cancelled_slots_leave_nothing_behind() {
 
 #[test]
 fn requests_that_cannot_fit_are_refused() {
-    let target = target(Precision::F32);
+    let target = target();
     let mut engine = Engine::new(&target, Box::new(NoProposer), 1, 16).unwrap();
     assert!(engine.submit(request(0, vec![1; 10], 7)).unwrap_err().to_string().contains("capacity of 16"));
     assert!(engine.submit(request(0, Vec::new(), 4)).is_err());

@@ -1,51 +1,28 @@
 //! Eagle3 in the engine: the decode traces of the Python reference, and that speculation changes neither a token at temperature
 //! 0 nor the distribution above it.
-#![expect(
-    clippy::disallowed_methods,
-    clippy::unwrap_used,
-    reason = "tests read the environment to find golden data and fail as tests do"
-)]
+#![expect(clippy::unwrap_used, reason = "tests fail as tests do")]
+
+#[path = "common/requests.rs"]
+mod requests;
+#[path = "common/tiny.rs"]
+mod tiny;
+#[path = "common/traces.rs"]
+mod traces;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
-use std::path::PathBuf;
 
-use candle_core::{DType, Device, Tensor};
-use deepspec_models::config::TargetConfig;
-use deepspec_models::linear::Precision;
+use candle_core::{Device, Tensor};
 use deepspec_models::speculate::{NgramProposer, NoProposer, Proposer, SamplingParams};
 use deepspec_models::target::Target;
-use deepspec_models::weights::Weights;
 use deepspec_stages::drafter::{Drafter, load_drafter};
-use deepspec_stages::engine::{Adaptive, Engine, Finished, Request, RequestOptions, StepCost, StepCosts};
+use deepspec_stages::engine::{Adaptive, Engine, Finished, Request, StepCost, StepCosts};
 use deepspec_stages::recipe::Precision as Stored;
-use serde_json::Value;
-
-fn golden(part: &str) -> PathBuf {
-    let root = std::env::var("DEEPSPEC_GOLDEN").map_or_else(|_| PathBuf::from("../models/tests/golden"), PathBuf::from);
-    root.join(part)
-}
-
-fn target() -> Target {
-    let config = TargetConfig::from_folder(golden("target")).unwrap();
-    let weights = Weights::from_folder(golden("target"), DType::F32, &Device::Cpu).unwrap();
-    Target::load(config, &weights, Precision::F32).unwrap()
-}
+use requests::request;
+use tiny::{golden, target};
+use traces::{numbers, traces};
 
 fn drafter(target: &Target) -> Drafter {
     load_drafter(&golden("decode/eagle3"), target.config(), Stored::F32).unwrap()
-}
-
-fn request(id: u64, prompt: Vec<u32>, max_new_tokens: usize) -> Request {
-    Request {
-        id,
-        prompt,
-        sampling: SamplingParams::greedy(),
-        seed: 7 + id,
-        max_new_tokens,
-        stop_ids: Vec::new().into(),
-        confidence_threshold: 0.0,
-        options: RequestOptions::default(),
-    }
 }
 
 fn run(mut engine: Engine<'_>, requests: Vec<Request>) -> Vec<Finished> {
@@ -54,18 +31,11 @@ fn run(mut engine: Engine<'_>, requests: Vec<Request>) -> Vec<Finished> {
     finished
 }
 
-fn numbers<T: TryFrom<u64>>(value: &Value) -> Vec<T>
-where
-    T::Error: std::fmt::Debug,
-{
-    value.as_array().unwrap().iter().map(|v| T::try_from(v.as_u64().unwrap()).unwrap()).collect()
-}
-
 #[test]
 fn golden_decode_traces_eagle3() {
     let target = target();
     let drafter = drafter(&target);
-    let traces: Value = serde_json::from_slice(&fs_err::read(golden("decode/eagle3/traces.json")).unwrap()).unwrap();
+    let traces = traces("decode/eagle3");
     assert_eq!(traces["max_proposal_tokens"], drafter.block_size());
     let cases = traces["cases"].as_array().unwrap();
     assert!(!cases.is_empty());
@@ -108,7 +78,7 @@ fn golden_decode_traces_eagle3() {
 fn golden_draft_logits_eagle3() {
     let target = target();
     let Drafter::Eagle3(drafter) = drafter(&target) else { panic!("not an Eagle3 drafter") };
-    let traces: Value = serde_json::from_slice(&fs_err::read(golden("decode/eagle3/traces.json")).unwrap()).unwrap();
+    let traces = traces("decode/eagle3");
     let logits: HashMap<String, Tensor> =
         candle_core::safetensors::load(golden("decode/eagle3/traces.safetensors"), &Device::Cpu).unwrap();
     let mut checked = 0;

@@ -1,20 +1,18 @@
 //! A whole evaluation on the tiny golden target and drafter: what it finds, writes, resumes and refuses.
-#![expect(clippy::disallowed_methods, reason = "tests read the environment to find golden data")]
 #![expect(clippy::unwrap_used, reason = "helpers of tests fail as tests do")]
 
 mod common;
+#[path = "common/tiny.rs"]
+mod tiny;
+#[path = "common/tiny_drafter.rs"]
+mod tiny_drafter;
 
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
-use candle_core::{DType, Device};
 use deepspec_datasets::renderer::Renderer;
-use deepspec_models::config::{DrafterConfig, TargetConfig};
-use deepspec_models::draft::ParameterSource;
-use deepspec_models::linear::Precision;
 use deepspec_models::speculate::{Distribution, DraftRequest, NoProposer, Proposal, Proposer, SamplingParams};
 use deepspec_models::target::Target;
-use deepspec_models::weights::Weights;
 use deepspec_stages::drafter::Drafter;
 use deepspec_stages::engine::{Engine, FinishReason, Request, RequestOptions};
 use deepspec_stages::eval::decode::Sample;
@@ -27,6 +25,8 @@ use deepspec_stages::run_dir::{Provenance, read_journal};
 use deepspec_stages::{Error, Result};
 
 use common::byte_renderer;
+use tiny::target;
+use tiny_drafter::drafter;
 
 const TEMPLATE: &str = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}\
                         {% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
@@ -37,25 +37,6 @@ const PROMPTS: &str = r#"{"domain": "math", "turns": ["What is 2 + 2?", "And 3 +
 {"turns": ["Tell me a story & no <b>lies</b>."]}
 {"domain": "code", "turns": ["x = 1"]}
 "#;
-
-fn golden(part: &str) -> PathBuf {
-    let root = std::env::var("DEEPSPEC_GOLDEN").map_or_else(|_| PathBuf::from("../models/tests/golden"), PathBuf::from);
-    root.join(part)
-}
-
-fn target() -> Target {
-    let config = TargetConfig::from_folder(golden("target")).unwrap();
-    let weights = Weights::from_folder(golden("target"), DType::F32, &Device::Cpu).unwrap();
-    Target::load(config, &weights, Precision::F32).unwrap()
-}
-
-fn drafter(name: &str) -> Drafter {
-    let config = DrafterConfig::from_folder(golden(name)).unwrap();
-    let weights = Weights::from_folder(golden(name), DType::F32, &Device::Cpu).unwrap();
-    let table = [config.body().vocab_size, config.body().hidden_size];
-    let embed = weights.get("embed_tokens.weight", &table).unwrap();
-    Drafter::new(config, embed, ParameterSource::Frozen(&weights, Precision::F32)).unwrap()
-}
 
 /// Bytes as tokens 0 to 255, then the control tokens of ChatML.
 fn renderer() -> Renderer {
@@ -95,7 +76,12 @@ impl Bench {
     fn new() -> Self {
         let folder = tempfile::tempdir().unwrap();
         fs_err::write(folder.path().join("tiny.jsonl"), PROMPTS).unwrap();
-        Self { folder, target: target(), drafter: drafter("decode/dspark_vanilla"), renderer: renderer() }
+        Self {
+            folder,
+            target: target(),
+            drafter: Drafter::Block(drafter("decode/dspark_vanilla")),
+            renderer: renderer(),
+        }
     }
 
     fn recipe(&self, overrides: &[&str]) -> Recipe {
@@ -299,7 +285,7 @@ fn evaluations_in_one_folder_do_not_mix() {
     assert_ne!(first.identity, longer.identity);
     assert!(notes.iter().any(|note| note.contains("also holds 12 answers")), "{notes:?}");
     assert_eq!(longer.temperatures[0].all.proposers[0].speed.tokens, 4 * 12);
-    let other = drafter("dspark_vanilla");
+    let other = Drafter::Block(drafter("dspark_vanilla"));
     let (other, _) = bench.run_until(&out, &overrides, Some(&other), None);
     let other = other.unwrap();
     assert_eq!(other.fingerprints.target, first.fingerprints.target);

@@ -4,19 +4,18 @@
 #![expect(clippy::unwrap_used, reason = "a failed step fails the test; clippy knows only `#[test]` functions as tests")]
 
 mod common;
+#[path = "common/tiny.rs"]
+mod tiny;
 
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use candle_core::{DType, Device};
+use candle_core::DType;
 use deepspec_datasets::conversation::{Message, Role};
 use deepspec_datasets::renderer::Renderer;
 use deepspec_datasets::target_cache::{Reader, check};
-use deepspec_models::config::TargetConfig;
-use deepspec_models::linear::Precision;
 use deepspec_models::target::{NewTokens, Target};
-use deepspec_models::weights::Weights;
 use deepspec_stages::prepare::{self, Answer, End, Finish, PrepareOutcome};
 use deepspec_stages::progress::{Context, Event, Interrupt, Reporter};
 use deepspec_stages::recipe::Recipe;
@@ -27,22 +26,12 @@ use serde_json::Value;
 use tempfile::TempDir;
 
 use common::byte_renderer;
+use tiny::target;
 
 const FINGERPRINT: &str = "0123456789abcdef";
 const TEMPLATE: &str = "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n\
                         {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
 const LAYERS: [i32; 3] = [1, 3, 4];
-
-fn golden(part: &str) -> PathBuf {
-    let root = std::env::var("DEEPSPEC_GOLDEN").map_or_else(|_| PathBuf::from("../models/tests/golden"), PathBuf::from);
-    root.join(part)
-}
-
-fn target() -> Target {
-    let config = TargetConfig::from_folder(golden("target")).unwrap();
-    let weights = Weights::from_folder(golden("target"), DType::F32, &Device::Cpu).unwrap();
-    Target::load(config, &weights, Precision::F32).unwrap()
-}
 
 /// One token per byte and three control tokens; 40 rare bytes end an answer as well, so that some answers end early.
 fn renderer() -> Renderer {

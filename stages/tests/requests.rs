@@ -4,8 +4,12 @@
 #![expect(clippy::unwrap_used, reason = "tests fail as tests do")]
 
 mod common;
+#[path = "common/requests.rs"]
+mod common_requests;
 #[path = "common/tiny.rs"]
 mod tiny;
+#[path = "common/tiny_drafter.rs"]
+mod tiny_drafter;
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -13,24 +17,14 @@ use deepspec_models::draft::DSpark;
 use deepspec_models::speculate::{Adjustments, CounterRng, DSparkProposer, Proposer, SamplingParams, Stream};
 use deepspec_models::target::Target;
 use deepspec_stages::engine::{
-    Adaptive, Allocation, Engine, FinishReason, Finished, Request, RequestOptions, Schedule, Sources, StepCost,
-    StepCosts, TextOptions, Update,
+    Adaptive, Allocation, Engine, FinishReason, Finished, Request, Schedule, Sources, StepCost, StepCosts, TextOptions,
+    Update,
 };
 
-const CAPACITY: usize = 160;
+use common_requests::request;
+use tiny_drafter::drafter;
 
-fn request(id: u64, prompt: Vec<u32>, max_new_tokens: usize) -> Request {
-    Request {
-        id,
-        prompt,
-        sampling: SamplingParams::greedy(),
-        seed: 7 + id,
-        max_new_tokens,
-        stop_ids: Vec::new().into(),
-        confidence_threshold: 0.0,
-        options: RequestOptions::default(),
-    }
-}
+const CAPACITY: usize = 160;
 
 /// Costs of passes of 1, 9, 17, … rows, and of those between.
 fn costs(seconds: [f64; 6]) -> StepCosts {
@@ -85,7 +79,7 @@ fn prompt(case: u32) -> Vec<u32> {
 
 #[test]
 fn penalties_and_biases_act_as_in_plain_decoding() {
-    let (target, drafter) = (tiny::target(), tiny::drafter());
+    let (target, drafter) = (tiny::target(), drafter("decode/dspark_vanilla"));
     let none = Adjustments::default;
     let settings = [
         none(),
@@ -123,7 +117,7 @@ fn penalties_and_biases_act_as_in_plain_decoding() {
 
 #[test]
 fn logprobs_are_those_of_plain_decoding() {
-    let (target, drafter) = (tiny::target(), tiny::drafter());
+    let (target, drafter) = (tiny::target(), drafter("decode/dspark_vanilla"));
     let requests = || -> Vec<Request> {
         (0..6_u32)
             .map(|i| {
@@ -154,7 +148,7 @@ fn logprobs_are_those_of_plain_decoding() {
 
 #[test]
 fn stop_texts_end_an_answer_where_they_do_in_plain_decoding() {
-    let (target, drafter) = (tiny::target(), tiny::drafter());
+    let (target, drafter) = (tiny::target(), drafter("decode/dspark_vanilla"));
     let template = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|end|>{% endfor %}\
         {% if add_generation_prompt %}assistant: {% endif %}";
     let renderer = common::byte_renderer(template, &["<|end|>"], "<|end|>", &[]);
@@ -195,7 +189,7 @@ fn stop_texts_end_an_answer_where_they_do_in_plain_decoding() {
 /// Long requests and short ones on one slot, filled to the last token that it holds.
 #[test]
 fn slots_are_used_again_and_to_their_end() {
-    let (target, drafter) = (tiny::target(), tiny::drafter());
+    let (target, drafter) = (tiny::target(), drafter("decode/dspark_vanilla"));
     let requests = |engine_capacity: usize| -> Vec<Request> {
         let lengths = [engine_capacity - 1, 2, engine_capacity - 2, 5, engine_capacity - 3, 1, engine_capacity - 9];
         let of_length = |(id, &length): (usize, &usize)| {
@@ -238,7 +232,7 @@ fn a_schedule_without_costs_or_drafter_is_refused() {
 #[test]
 fn no_request_sees_another() {
     const INTERLEAVINGS: u64 = 200;
-    let (target, drafter) = (tiny::target(), tiny::drafter());
+    let (target, drafter) = (tiny::target(), drafter("decode/dspark_vanilla"));
     let random = |case: u64, id: u64| -> Request {
         let draws = CounterRng::new(case % 20, Stream::Init, id);
         let tokens = 1 + draws.below(0, 30);
@@ -324,7 +318,7 @@ fn two_sample_score(left: &Counts, right: &Counts) -> f64 {
 #[test]
 fn scheduling_a_batch_keeps_the_distribution() {
     const ANSWERS: u64 = 6000;
-    let (target, drafter) = (tiny::target(), tiny::drafter());
+    let (target, drafter) = (tiny::target(), drafter("decode/dspark_vanilla"));
     let requests = |seed: u64, penalty: f32| -> Vec<Request> {
         let one = |id: u64| {
             let mut request = request(id, vec![5, 9, 5, 9, 7, 5, 9], 5);

@@ -4,6 +4,8 @@
 mod common;
 #[path = "common/tiny.rs"]
 mod tiny;
+#[path = "common/tiny_drafter.rs"]
+mod tiny_drafter;
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpStream};
@@ -50,7 +52,7 @@ fn serve<T: Send>(api_key: Option<&str>, client: impl FnOnce(SocketAddr, &Interr
             let _stop = Stop(&interrupt);
             client(address, &interrupt)
         });
-        let (target, drafter) = (tiny::target(), tiny::drafter());
+        let (target, drafter) = (tiny::target(), tiny_drafter::drafter("decode/dspark_vanilla"));
         let renderer = common::byte_renderer(TEMPLATE, &["<|im_start|>", "<|im_end|>"], "<|im_end|>", &[]);
         let text = TextSide { renderer, bos: Some(256), pad: None };
         let proposer = Box::new(DSparkProposer::new(&drafter, target.lm_head(), 3, 200).unwrap());
@@ -466,7 +468,7 @@ fn random_requests_do_no_harm() {
 
 #[test]
 fn caches_that_do_not_fit_are_refused_at_the_start() {
-    let (target, drafter) = (tiny::target(), tiny::drafter());
+    let (target, drafter) = (tiny::target(), tiny_drafter::drafter("decode/dspark_vanilla"));
     let (target, drafter) = (target.config(), DrafterConfig::Block(drafter.config().clone()));
     let plan = |context, memory| Capacity::plan(target, Some(&drafter), 4, context, memory);
     let fits = plan(Some(256), None).unwrap();

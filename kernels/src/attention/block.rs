@@ -13,7 +13,8 @@ use candle_core::{CpuStorage, CustomOp3, Layout, Result, Shape, Tensor, bail};
 use rayon::prelude::*;
 
 use super::HeadLayout;
-use super::row::{backward_row, both, forward_row};
+use super::head_gradients::{AllGradients, HeadGradients, split};
+use super::row::attend;
 use crate::rows::Rows;
 #[cfg(feature = "cuda")]
 use crate::{
@@ -91,28 +92,8 @@ impl BlockAttention {
         q.apply_op3(k, v, self.clone())
     }
 
-    fn check(&self, q: &Rows<'_>, k: &Rows<'_>, v: &Rows<'_>) -> Result<()> {
-        let HeadLayout { heads, kv_heads, head_dim } = self.heads;
-        let keys = self.context_rows + self.block_rows;
-        if q.count != self.block_rows
-            || q.cols != heads * head_dim
-            || k.count != keys
-            || v.count != keys
-            || k.cols != kv_heads * head_dim
-            || v.cols != k.cols
-        {
-            bail!(
-                "block attention of {} rows over {keys} keys, {heads}/{kv_heads} heads of {head_dim} got q [{}, {}], k [{}, {}], v [{}, {}]",
-                self.block_rows,
-                q.count,
-                q.cols,
-                k.count,
-                k.cols,
-                v.count,
-                v.cols
-            );
-        }
-        Ok(())
+    fn check(&self, qkv: [&Rows<'_>; 3]) -> Result<()> {
+        self.heads.check("block attention", (self.block_rows, self.context_rows + self.block_rows), qkv)
     }
 
     #[cfg(feature = "cuda")]
@@ -151,7 +132,7 @@ impl CustomOp3 for BlockAttention {
     ) -> Result<(CpuStorage, Shape)> {
         let q = Rows::new(self.name(), q, ql)?;
         let (k, v) = (Rows::new(self.name(), k, kl)?, Rows::new(self.name(), v, vl)?);
-        self.check(&q, &k, &v)?;
+        self.check([&q, &k, &v])?;
         let HeadLayout { heads, head_dim, .. } = self.heads;
         let mut spans = vec![None; self.block_rows];
         for block in self.sequences.iter().flat_map(|s| &s.blocks) {
@@ -161,16 +142,8 @@ impl CustomOp3 for BlockAttention {
         y.par_chunks_exact_mut(heads * head_dim).zip(&spans).enumerate().for_each_init(
             Vec::new,
             |scores: &mut Vec<f32>, (row, (y, block))| {
-                let Some(block) = block else { return };
-                let keys = self.keys(block);
-                scores.resize(both(&keys).count(), 0.0);
-                if scores.is_empty() {
-                    return;
-                }
-                for (head, y) in y.chunks_exact_mut(head_dim).enumerate() {
-                    let column = head / self.heads.group() * head_dim;
-                    let q = q.part(row, head * head_dim, head_dim);
-                    forward_row(q, k, v, &keys, column, self.heads.scale(), scores, y);
+                if let Some(block) = block {
+                    attend(self.heads, row, [q, k, v], &self.keys(block), scores, y);
                 }
             },
         );
@@ -203,29 +176,14 @@ impl CustomOp3 for BlockAttention {
         grad: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
         // Gradients of q, k and v come out of one pass; the custom operation returns them side by side in one tensor.
-        let HeadLayout { heads, kv_heads, head_dim } = self.heads;
         let op = BlockAttentionBackward { pattern: self.clone(), grad: grad.contiguous()? };
-        let all = q.apply_op3_no_bwd(k, v, &op)?;
-        let (keys, width) = (self.context_rows + self.block_rows, kv_heads * head_dim);
-        let (nq, nk) = (self.block_rows * heads * head_dim, keys * width);
-        Ok((
-            Some(all.narrow(0, 0, nq)?.reshape((self.block_rows, heads * head_dim))?),
-            Some(all.narrow(0, nq, nk)?.reshape((keys, width))?),
-            Some(all.narrow(0, nq + nk, nk)?.reshape((keys, width))?),
-        ))
+        split(&q.apply_op3_no_bwd(k, v, &op)?, [q, k, v])
     }
 }
 
 struct BlockAttentionBackward {
     pattern: BlockAttention,
     grad: Tensor,
-}
-
-/// Gradients of one sequence and one key/value head.
-struct Part {
-    dq: Vec<f32>,
-    dk: Vec<f32>,
-    dv: Vec<f32>,
 }
 
 impl CustomOp3 for BlockAttentionBackward {
@@ -250,78 +208,32 @@ impl CustomOp3 for BlockAttentionBackward {
         let grad = Rows::new(self.name(), grad_storage, grad_layout)?;
         let q = Rows::new(self.name(), q, ql)?;
         let (k, v) = (Rows::new(self.name(), k, kl)?, Rows::new(self.name(), v, vl)?);
-        pattern.check(&q, &k, &v)?;
-        let HeadLayout { heads, kv_heads, head_dim } = pattern.heads;
-        let group = pattern.heads.group();
+        pattern.check([&q, &k, &v])?;
+        let heads = pattern.heads;
         let tasks: Vec<(&Sequence, usize)> =
-            pattern.sequences.iter().flat_map(|s| (0..kv_heads).map(move |h| (s, h))).collect();
-        let parts: Vec<Part> = tasks
-            .par_iter()
-            .map(|&(sequence, kv_head)| {
-                let (context, own) = (sequence.context.len(), sequence.rows.len());
-                let mut part = Part {
-                    dq: vec![0f32; own * group * head_dim],
-                    dk: vec![0f32; (context + own) * head_dim],
-                    dv: vec![0f32; (context + own) * head_dim],
-                };
-                let (mut scores, mut products) = (Vec::new(), Vec::new());
-                for block in &sequence.blocks {
-                    let keys = pattern.keys(block);
-                    let visible = both(&keys).count();
-                    if visible == 0 {
-                        continue;
-                    }
-                    scores.resize(visible, 0.0);
-                    products.resize(visible, 0.0);
-                    // Where the two stretches start in this sequence's gradient rows.
-                    let first = [
-                        block.context.start - sequence.context.start,
-                        context + block.rows.start - sequence.rows.start,
-                    ];
-                    for row in block.rows.clone() {
-                        for member in 0..group {
-                            let column = (kv_head * group + member) * head_dim;
-                            let at = ((row - sequence.rows.start) * group + member) * head_dim;
-                            backward_row(
-                                q.part(row, column, head_dim),
-                                k,
-                                v,
-                                grad.part(row, column, head_dim),
-                                &keys,
-                                kv_head * head_dim,
-                                pattern.heads.scale(),
-                                &mut scores,
-                                &mut products,
-                                &mut part.dq[at..at + head_dim],
-                                &mut part.dk,
-                                &mut part.dv,
-                                &first,
-                            );
-                        }
-                    }
+            pattern.sequences.iter().flat_map(|s| (0..heads.kv_heads).map(move |h| (s, h))).collect();
+        let part = |&(sequence, kv_head): &(&Sequence, usize)| {
+            let (context, own) = (sequence.context.len(), sequence.rows.len());
+            let mut part = HeadGradients::new(heads, kv_head, own, context + own);
+            for block in &sequence.blocks {
+                let keys = pattern.keys(block);
+                let first =
+                    [block.context.start - sequence.context.start, context + block.rows.start - sequence.rows.start];
+                for row in block.rows.clone() {
+                    part.add_row(row - sequence.rows.start, row, &keys, first, [q, k, v, grad]);
                 }
-                part
-            })
-            .collect();
-        let keys = pattern.context_rows + pattern.block_rows;
-        let (nq, nk) = (pattern.block_rows * heads * head_dim, keys * kv_heads * head_dim);
-        let mut out = vec![0f32; nq + 2 * nk];
-        let (dq, rest) = out.split_at_mut(nq);
-        let (dk, dv) = rest.split_at_mut(nk);
-        for (&(sequence, kv_head), part) in tasks.iter().zip(&parts) {
-            for (i, row) in sequence.rows.clone().enumerate() {
-                let at = row * heads * head_dim + kv_head * group * head_dim;
-                dq[at..at + group * head_dim]
-                    .copy_from_slice(&part.dq[i * group * head_dim..(i + 1) * group * head_dim]);
             }
+            part
+        };
+        let parts: Vec<HeadGradients> = tasks.par_iter().map(part).collect();
+        let mut all = AllGradients::new(heads, pattern.block_rows, pattern.context_rows + pattern.block_rows);
+        for ((sequence, _), part) in tasks.iter().zip(&parts) {
             let own = sequence.rows.clone().map(|row| pattern.context_rows + row);
-            for (i, key) in sequence.context.clone().chain(own).enumerate() {
-                let at = (key * kv_heads + kv_head) * head_dim;
-                dk[at..at + head_dim].copy_from_slice(&part.dk[i * head_dim..(i + 1) * head_dim]);
-                dv[at..at + head_dim].copy_from_slice(&part.dv[i * head_dim..(i + 1) * head_dim]);
-            }
+            all.place(part, sequence.rows.clone(), sequence.context.clone().chain(own));
         }
-        Ok((CpuStorage::F32(out), Shape::from(nq + 2 * nk)))
+        let values = all.into_values();
+        let len = values.len();
+        Ok((CpuStorage::F32(values), Shape::from(len)))
     }
 
     #[cfg(feature = "cuda")]

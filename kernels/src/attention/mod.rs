@@ -9,9 +9,14 @@
 //! Scores are q·k/√head_dim; a row that sees no key gives zeros, never NaN.
 
 pub mod block;
+mod head_gradients;
 pub mod ragged;
 mod row;
 pub mod ttt;
+
+use candle_core::{Result, bail};
+
+use crate::rows::Rows;
 
 /// Sizes shared by the queries, keys and values of one call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -32,5 +37,23 @@ impl HeadLayout {
 
     pub(crate) fn scale(&self) -> f32 {
         1.0 / (self.head_dim as f32).sqrt()
+    }
+
+    /// Fails where queries, keys and values are not `rows` and twice `keys` rows of this layout; `what` is for the message.
+    fn check(&self, what: &str, (rows, keys): (usize, usize), [q, k, v]: [&Rows<'_>; 3]) -> Result<()> {
+        let Self { heads, kv_heads, head_dim } = *self;
+        let width = kv_heads * head_dim;
+        if [q.count, q.cols, k.count, k.cols, v.count, v.cols] != [rows, heads * head_dim, keys, width, keys, width] {
+            bail!(
+                "{what} of {rows} rows over {keys} keys, {heads}/{kv_heads} heads of {head_dim} got q [{}, {}], k [{}, {}], v [{}, {}]",
+                q.count,
+                q.cols,
+                k.count,
+                k.cols,
+                v.count,
+                v.cols
+            );
+        }
+        Ok(())
     }
 }

@@ -224,7 +224,7 @@ impl InplaceOp2 for Store<'_> {
                 }
             }
         };
-        let is_worth_sharing = count * rows.cols >= 1 << 14 && !overlap(segments, *capacity);
+        let is_worth_sharing = count * rows.cols >= threads::WORTH_SHARING && !overlap(segments, *capacity);
         let shares = if is_worth_sharing { threads::count() } else { 1 };
         threads::run(shares, |share| {
             let (from, to) = (count * share / shares, count * (share + 1) / shares);

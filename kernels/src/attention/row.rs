@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 
+use super::HeadLayout;
 use crate::multiversion;
 use crate::rows::Rows;
 use crate::simd::{axpy, dot, exp_shifted, max};
@@ -27,7 +28,7 @@ multiversion! {
 
 multiversion! {
     /// One row of one head: y = Σ p_j v_j.
-    pub(super) fn forward_row(q: &[f32], k: Rows<'_>, v: Rows<'_>, keys: &[Range<usize>; 2], column: usize, scale: f32, scores: &mut [f32], y: &mut [f32]) {
+    fn forward_row(q: &[f32], k: Rows<'_>, v: Rows<'_>, keys: &[Range<usize>; 2], column: usize, scale: f32, scores: &mut [f32], y: &mut [f32]) {
         let total = weights_of_row(q, k, keys, column, scale, scores);
         let mut next = 0;
         for range in keys {
@@ -36,6 +37,27 @@ multiversion! {
                 next += 1;
             }
         }
+    }
+}
+
+/// All heads of row `row`: `y` starts as zeros, which is what a row without a visible key gives.
+pub(super) fn attend(
+    heads: HeadLayout,
+    row: usize,
+    [q, k, v]: [Rows<'_>; 3],
+    keys: &[Range<usize>; 2],
+    scores: &mut Vec<f32>,
+    y: &mut [f32],
+) {
+    let head_dim = heads.head_dim;
+    scores.resize(both(keys).count(), 0.0);
+    if scores.is_empty() {
+        return;
+    }
+    for (head, y) in y.chunks_exact_mut(head_dim).enumerate() {
+        let column = head / heads.group() * head_dim;
+        let q = q.part(row, head * head_dim, head_dim);
+        forward_row(q, k, v, keys, column, heads.scale(), scores, y);
     }
 }
 

@@ -1,8 +1,8 @@
 //! Attention of Eagle3's training-time test, with gradients.
 //!
 //! At step s, row i of a sequence sees the first step's keys 0..=i and its own key of each step 1..=s: what a drafter has that
-//! drafted s tokens behind position i. Later steps may go on with fewer rows. Nothing of size [queries, keys] is kept: the backward pass computes the scores of one
-//! row at a time again. There is no path for CUDA devices.
+//! drafted s tokens behind position i. Later steps may go on with fewer rows. Nothing of size [queries, keys] is kept: the
+//! backward pass computes the scores of one row at a time again. There is no path for CUDA devices.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -11,7 +11,8 @@ use candle_core::{CpuStorage, CustomOp3, Layout, Result, Shape, Storage, Tensor,
 use rayon::prelude::*;
 
 use super::HeadLayout;
-use super::row::{backward_row, both, forward_row};
+use super::head_gradients::{AllGradients, HeadGradients, split};
+use super::row::attend;
 use crate::rows::Rows;
 
 /// Keys and values of the steps so far: the first step's of all rows, the later ones' of the rows that are still at work.
@@ -130,21 +131,8 @@ impl Op {
         self.pattern.rows + self.at_work.len() * self.later
     }
 
-    fn check(&self, q: &Rows<'_>, k: &Rows<'_>, v: &Rows<'_>) -> Result<()> {
-        let HeadLayout { heads, kv_heads, head_dim } = self.pattern.heads;
-        let (rows, keys, width) = (self.at_work.len(), self.key_rows(), kv_heads * head_dim);
-        if [q.count, q.cols, k.count, k.cols, v.count, v.cols] != [rows, heads * head_dim, keys, width, keys, width] {
-            bail!(
-                "ttt-attention of {rows} rows over {keys} keys, {heads}/{kv_heads} heads of {head_dim} got q [{}, {}], k [{}, {}], v [{}, {}]",
-                q.count,
-                q.cols,
-                k.count,
-                k.cols,
-                v.count,
-                v.cols
-            );
-        }
-        Ok(())
+    fn check(&self, qkv: [&Rows<'_>; 3]) -> Result<()> {
+        self.pattern.heads.check("ttt-attention", (self.at_work.len(), self.key_rows()), qkv)
     }
 
     /// The two stretches of key rows that row `place` of those at work sees.
@@ -170,7 +158,7 @@ impl CustomOp3 for Op {
     ) -> Result<(CpuStorage, Shape)> {
         let q = Rows::new(self.name(), q, ql)?;
         let (k, v) = (Rows::new(self.name(), k, kl)?, Rows::new(self.name(), v, vl)?);
-        self.check(&q, &k, &v)?;
+        self.check([&q, &k, &v])?;
         let heads = self.pattern.heads;
         let HeadLayout { heads: count, head_dim, .. } = heads;
         let sequence_of: Vec<&Range<usize>> =
@@ -179,13 +167,7 @@ impl CustomOp3 for Op {
         y.par_chunks_exact_mut(count * head_dim).enumerate().for_each_init(
             Vec::new,
             |scores: &mut Vec<f32>, (row, y)| {
-                let keys = self.keys(sequence_of[row], row);
-                scores.resize(both(&keys).count(), 0.0);
-                for (head, y) in y.chunks_exact_mut(head_dim).enumerate() {
-                    let column = head / heads.group() * head_dim;
-                    let q = q.part(row, head * head_dim, head_dim);
-                    forward_row(q, k, v, &keys, column, heads.scale(), scores, y);
-                }
+                attend(heads, row, [q, k, v], &self.keys(sequence_of[row], row), scores, y);
             },
         );
         Ok((CpuStorage::F32(y), Shape::from((q.count, count * head_dim))))
@@ -201,13 +183,7 @@ impl CustomOp3 for Op {
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
         // Gradients of q, k and v come out of one pass; the custom operation returns them side by side in one tensor.
         let op = Backward { forward: self.clone(), grad: grad.contiguous()? };
-        let all = q.apply_op3_no_bwd(k, v, &op)?;
-        let (nq, nk) = (q.elem_count(), k.elem_count());
-        Ok((
-            Some(all.narrow(0, 0, nq)?.reshape(q.shape())?),
-            Some(all.narrow(0, nq, nk)?.reshape(k.shape())?),
-            Some(all.narrow(0, nq + nk, nk)?.reshape(v.shape())?),
-        ))
+        split(&q.apply_op3_no_bwd(k, v, &op)?, [q, k, v])
     }
 }
 
@@ -216,49 +192,13 @@ struct Backward {
     grad: Tensor,
 }
 
-/// Gradients of one sequence and one key/value head.
-struct Part {
-    dq: Vec<f32>,
-    dk: Vec<f32>,
-    dv: Vec<f32>,
-}
-
 impl Backward {
-    fn part(&self, Sequence { rows, at_work }: &Sequence, kv_head: usize, [q, k, v, grad]: [Rows<'_>; 4]) -> Part {
-        let HeadLayout { head_dim, .. } = self.forward.pattern.heads;
-        let (group, scale) = (self.forward.pattern.heads.group(), self.forward.pattern.heads.scale());
+    fn part(&self, Sequence { rows, at_work }: &Sequence, kv_head: usize, qkvg: [Rows<'_>; 4]) -> HeadGradients {
         let (len, later) = (rows.len(), self.forward.later);
         let key_rows = len + at_work.len() * later;
-        let mut part = Part {
-            dq: vec![0f32; at_work.len() * group * head_dim],
-            dk: vec![0f32; key_rows * head_dim],
-            dv: vec![0f32; key_rows * head_dim],
-        };
-        let (mut scores, mut products) = (Vec::new(), Vec::new());
-        for (i, row) in at_work.clone().enumerate() {
-            let keys = self.forward.keys(rows, row);
-            let visible = both(&keys).count();
-            scores.resize(visible, 0.0);
-            products.resize(visible, 0.0);
-            for member in 0..group {
-                let column = (kv_head * group + member) * head_dim;
-                let at = (i * group + member) * head_dim;
-                backward_row(
-                    q.part(row, column, head_dim),
-                    k,
-                    v,
-                    grad.part(row, column, head_dim),
-                    &keys,
-                    kv_head * head_dim,
-                    scale,
-                    &mut scores,
-                    &mut products,
-                    &mut part.dq[at..at + head_dim],
-                    &mut part.dk,
-                    &mut part.dv,
-                    &[0, len + i * later],
-                );
-            }
+        let mut part = HeadGradients::new(self.forward.pattern.heads, kv_head, at_work.len(), key_rows);
+        for (place, row) in at_work.clone().enumerate() {
+            part.add_row(place, row, &self.forward.keys(rows, row), [0, len + place * later], qkvg);
         }
         part
     }
@@ -283,30 +223,20 @@ impl CustomOp3 for Backward {
         let grad = Rows::new(self.name(), grad_storage, grad_layout)?;
         let q = Rows::new(self.name(), q, ql)?;
         let (k, v) = (Rows::new(self.name(), k, kl)?, Rows::new(self.name(), v, vl)?);
-        self.forward.check(&q, &k, &v)?;
+        self.forward.check([&q, &k, &v])?;
         let TttAttention { rows, heads, .. } = &self.forward.pattern;
-        let HeadLayout { heads: count, kv_heads, head_dim } = *heads;
         let tasks: Vec<(&Sequence, usize)> =
-            self.forward.sequences.iter().flat_map(|part| (0..kv_heads).map(move |head| (part, head))).collect();
-        let parts: Vec<Part> = tasks.par_iter().map(|&(part, head)| self.part(part, head, [q, k, v, grad])).collect();
-        let (nq, nk) = (q.count * count * head_dim, self.forward.key_rows() * kv_heads * head_dim);
-        let mut out = vec![0f32; nq + 2 * nk];
-        let (dq, rest) = out.split_at_mut(nq);
-        let (dk, dv) = rest.split_at_mut(nk);
-        let width = heads.group() * head_dim;
-        for (&(Sequence { rows: sequence, at_work }, kv_head), part) in tasks.iter().zip(&parts) {
-            for (i, row) in at_work.clone().enumerate() {
-                let at = row * count * head_dim + kv_head * width;
-                dq[at..at + width].copy_from_slice(&part.dq[i * width..(i + 1) * width]);
-            }
+            self.forward.sequences.iter().flat_map(|part| (0..heads.kv_heads).map(move |head| (part, head))).collect();
+        let part = |&(sequence, kv_head): &(&Sequence, usize)| self.part(sequence, kv_head, [q, k, v, grad]);
+        let parts: Vec<HeadGradients> = tasks.par_iter().map(part).collect();
+        let mut all = AllGradients::new(*heads, q.count, self.forward.key_rows());
+        for ((Sequence { rows: sequence, at_work }, _), part) in tasks.iter().zip(&parts) {
             let later = self.forward.later;
             let own = rows + at_work.start * later..rows + at_work.end * later;
-            for (i, key) in sequence.clone().chain(own).enumerate() {
-                let at = (key * kv_heads + kv_head) * head_dim;
-                dk[at..at + head_dim].copy_from_slice(&part.dk[i * head_dim..(i + 1) * head_dim]);
-                dv[at..at + head_dim].copy_from_slice(&part.dv[i * head_dim..(i + 1) * head_dim]);
-            }
+            all.place(part, at_work.clone(), sequence.clone().chain(own));
         }
-        Ok((CpuStorage::F32(out), Shape::from(nq + 2 * nk)))
+        let values = all.into_values();
+        let len = values.len();
+        Ok((CpuStorage::F32(values), Shape::from(len)))
     }
 }

@@ -25,9 +25,9 @@ use deepspec_kernels::rope::RopeFrequencies;
 use self::layer::Eagle3Layer;
 pub use self::rows::StepRows;
 pub(crate) use self::rows::supervised_rows;
-use super::parameters::ParameterSource;
+use super::parameters::{ParameterSource, layer_shapes};
 use super::vocabulary::DraftVocabulary;
-use crate::config::{Eagle3Config, TargetConfig};
+use crate::config::Eagle3Config;
 use crate::error::{Error, Result};
 use crate::target::{embed, head_layout, rope_frequencies, select_rows};
 
@@ -48,31 +48,11 @@ pub struct Eagle3 {
 
 /// Names and shapes of the trainable tensors, sorted by name; embedding and output head are the target's, frozen.
 pub fn trainable_shapes(config: &Eagle3Config) -> BTreeMap<String, Vec<usize>> {
-    let TargetConfig { hidden_size, intermediate_size, head_dim, attention_bias, mlp_bias, .. } = config.body;
-    let (q, kv) = (config.body.num_attention_heads * head_dim, config.body.num_key_value_heads * head_dim);
-    let mut shapes = BTreeMap::new();
-    for (name, outputs, inputs, has_bias) in [
-        ("self_attn.q_proj", q, 2 * hidden_size, attention_bias),
-        ("self_attn.k_proj", kv, 2 * hidden_size, attention_bias),
-        ("self_attn.v_proj", kv, 2 * hidden_size, attention_bias),
-        ("self_attn.o_proj", hidden_size, q, attention_bias),
-        ("mlp.gate_proj", intermediate_size, hidden_size, mlp_bias),
-        ("mlp.up_proj", intermediate_size, hidden_size, mlp_bias),
-        ("mlp.down_proj", hidden_size, intermediate_size, mlp_bias),
-    ] {
-        shapes.insert(format!("layers.0.{name}.weight"), vec![outputs, inputs]);
-        if has_bias {
-            shapes.insert(format!("layers.0.{name}.bias"), vec![outputs]);
-        }
-    }
-    for name in ["input_layernorm", "hidden_norm", "post_attention_layernorm"] {
-        shapes.insert(format!("layers.0.{name}.weight"), vec![hidden_size]);
-    }
-    if config.body.qk_norm {
-        for name in ["q_norm", "k_norm"] {
-            shapes.insert(format!("layers.0.self_attn.{name}.weight"), vec![head_dim]);
-        }
-    }
+    let hidden_size = config.body.hidden_size;
+    let layer = layer_shapes(&config.body, 2 * hidden_size, true);
+    let mut shapes: BTreeMap<String, Vec<usize>> =
+        layer.map(|(name, shape)| (format!("layers.0.{name}"), shape)).collect();
+    shapes.insert("layers.0.hidden_norm.weight".into(), vec![hidden_size]);
     shapes.insert("fc.weight".into(), vec![hidden_size, hidden_size * config.target_layer_ids.len()]);
     shapes.insert("norm.weight".into(), vec![hidden_size]);
     shapes

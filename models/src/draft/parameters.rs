@@ -46,41 +46,17 @@ impl Parameters {
 
 /// Names and shapes of a drafter's trainable tensors, sorted by name.
 pub fn trainable_shapes(config: &DraftConfig) -> BTreeMap<String, Vec<usize>> {
-    let TargetConfig { hidden_size, intermediate_size, head_dim, vocab_size, .. } = config.body;
-    let (q, kv) = (config.body.num_attention_heads * head_dim, config.body.num_key_value_heads * head_dim);
+    let TargetConfig { hidden_size, vocab_size, .. } = config.body;
     let mut shapes = BTreeMap::new();
-    let mut add = |name: String, shape: &[usize]| shapes.insert(name, shape.to_vec());
     for layer in 0..config.body.num_hidden_layers {
-        let linears = [
-            ("self_attn.q_proj", q, hidden_size, config.body.attention_bias),
-            ("self_attn.k_proj", kv, hidden_size, config.body.attention_bias),
-            ("self_attn.v_proj", kv, hidden_size, config.body.attention_bias),
-            ("self_attn.o_proj", hidden_size, q, config.body.attention_bias),
-        ];
-        let mlp = [
-            ("mlp.gate_proj", intermediate_size, hidden_size, config.body.mlp_bias),
-            ("mlp.up_proj", intermediate_size, hidden_size, config.body.mlp_bias),
-            ("mlp.down_proj", hidden_size, intermediate_size, config.body.mlp_bias),
-        ];
-        for (name, shape) in config.moe.iter().flat_map(|moe| moe.tensors(hidden_size)) {
-            add(format!("layers.{layer}.{name}"), &shape);
-        }
-        let dense = mlp.into_iter().filter(|_| config.moe.is_none());
-        for (name, outputs, inputs, has_bias) in linears.into_iter().chain(dense) {
-            add(format!("layers.{layer}.{name}.weight"), &[outputs, inputs]);
-            if has_bias {
-                add(format!("layers.{layer}.{name}.bias"), &[outputs]);
-            }
-        }
-        for name in ["input_layernorm", "post_attention_layernorm"] {
-            add(format!("layers.{layer}.{name}.weight"), &[hidden_size]);
-        }
-        if config.body.qk_norm {
-            for name in ["self_attn.q_norm", "self_attn.k_norm"] {
-                add(format!("layers.{layer}.{name}.weight"), &[head_dim]);
-            }
-        }
+        let at = |name: String| format!("layers.{layer}.{name}");
+        shapes.extend(
+            layer_shapes(&config.body, hidden_size, config.moe.is_none()).map(|(name, shape)| (at(name), shape)),
+        );
+        let experts = config.moe.iter().flat_map(|moe| moe.tensors(hidden_size));
+        shapes.extend(experts.map(|(name, shape)| (at(name), shape.to_vec())));
     }
+    let mut add = |name: String, shape: &[usize]| shapes.insert(name, shape.to_vec());
     add("fc.weight".into(), &[hidden_size, hidden_size * config.target_layer_ids.len()]);
     add("hidden_norm.weight".into(), &[hidden_size]);
     add("norm.weight".into(), &[hidden_size]);
@@ -104,6 +80,38 @@ pub fn trainable_shapes(config: &DraftConfig) -> BTreeMap<String, Vec<usize>> {
         add("confidence_head.proj.bias".into(), &[1]);
     }
     shapes
+}
+
+/// Names within a decoder layer and shapes of the tensors that every kind of drafter has there: attention over `inputs` features,
+/// its two norms, and the MLP where it `has_mlp`.
+pub(super) fn layer_shapes(
+    body: &TargetConfig,
+    inputs: usize,
+    has_mlp: bool,
+) -> impl Iterator<Item = (String, Vec<usize>)> + use<> {
+    let TargetConfig { hidden_size, intermediate_size, head_dim, attention_bias, mlp_bias, .. } = *body;
+    let (q, kv) = (body.num_attention_heads * head_dim, body.num_key_value_heads * head_dim);
+    let attention = [
+        ("self_attn.q_proj", q, inputs, attention_bias),
+        ("self_attn.k_proj", kv, inputs, attention_bias),
+        ("self_attn.v_proj", kv, inputs, attention_bias),
+        ("self_attn.o_proj", hidden_size, q, attention_bias),
+    ];
+    let mlp = [
+        ("mlp.gate_proj", intermediate_size, hidden_size, mlp_bias),
+        ("mlp.up_proj", intermediate_size, hidden_size, mlp_bias),
+        ("mlp.down_proj", hidden_size, intermediate_size, mlp_bias),
+    ];
+    let linears = attention.into_iter().chain(mlp.into_iter().filter(move |_| has_mlp));
+    let linears = linears.flat_map(|(name, outputs, inputs, has_bias)| {
+        let bias = has_bias.then(|| (format!("{name}.bias"), vec![outputs]));
+        [(format!("{name}.weight"), vec![outputs, inputs])].into_iter().chain(bias)
+    });
+    let norms = ["input_layernorm", "post_attention_layernorm"].map(|name| (name, hidden_size));
+    let head_norms = ["self_attn.q_norm", "self_attn.k_norm"].map(|name| (name, head_dim));
+    let has_head_norms = body.qk_norm;
+    let norms = norms.into_iter().chain(head_norms.into_iter().filter(move |_| has_head_norms));
+    linears.chain(norms.map(|(name, width)| (format!("{name}.weight"), vec![width])))
 }
 
 /// Source of a drafter's tensors.

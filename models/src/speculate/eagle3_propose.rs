@@ -2,14 +2,12 @@
 
 use candle_core::Tensor;
 
-use super::propose::host;
-use super::{CounterRng, DraftRequest, Proposal, Proposer, Stream};
-use crate::draft::DraftVocabulary;
+use super::propose::{host, output_head};
+use super::{DraftRequest, Proposal, Proposer};
 use crate::draft::eagle3::Eagle3;
 use crate::error::{Error, Result};
 use crate::kv_cache::KvCache;
 use crate::linear::Linear;
-use crate::speculate::Distribution;
 use crate::target::select_rows;
 
 /// A trained Eagle3 drafter with the committed rows of the engine's slots.
@@ -32,14 +30,9 @@ impl<'a> Eagle3Proposer<'a> {
     /// # Errors
     /// When the head has not one output per draft token, or the memory cannot be had.
     pub fn new(drafter: &'a Eagle3, target_head: &'a Linear, slots: usize, capacity: usize) -> Result<Self> {
-        let lm_head = drafter.lm_head.as_ref().unwrap_or(target_head);
-        let (outputs, expected) = (lm_head.outputs(), drafter.config().draft_vocab());
-        let known = drafter.vocabulary().map_or(drafter.config().body.vocab_size, DraftVocabulary::size);
-        if outputs != expected || known != expected {
-            return Err(Error::Batch(format!(
-                "{outputs} outputs and {known} known tokens for {expected} draft tokens"
-            )));
-        }
+        let config = drafter.config();
+        let sizes = (config.body.vocab_size, config.draft_vocab());
+        let lm_head = output_head(drafter.lm_head.as_ref(), target_head, drafter.vocabulary(), sizes)?;
         let cache = drafter.new_context(slots, capacity + drafter.config().ttt_length)?;
         Ok(Self { drafter, lm_head, cache, waiting: vec![Vec::new(); slots] })
     }
@@ -71,15 +64,7 @@ impl<'a> Eagle3Proposer<'a> {
         let (storage, layout) = logits.storage_and_layout();
         let logits = host(&storage, layout)?;
         for (&(place, request), row) in drafting.iter().zip(logits.chunks_exact(vocab)) {
-            let mut distribution = Distribution::from_logits(row, request.sampling)?;
-            if let Some(vocabulary) = self.drafter.vocabulary() {
-                distribution = distribution.over(vocabulary.tokens())?;
-            }
-            let proposal = &mut proposals[place];
-            let position = (request.tokens.len() + proposal.tokens.len()) as u64;
-            let draws = CounterRng::new(request.seed, Stream::Draft, position);
-            proposal.tokens.push(distribution.sample(draws.uniform_f64(request.round)));
-            proposal.distributions.push(distribution);
+            proposals[place].draw(row, request, self.drafter.vocabulary())?;
         }
         Ok(())
     }

@@ -46,6 +46,30 @@ pub struct Proposal {
     pub matched: usize,
 }
 
+impl Proposal {
+    /// Draws the next token from a drafter's logits, over the tokens of its `vocabulary` where it has not all, and adds it.
+    ///
+    /// # Errors
+    /// When the logits have no distribution or are not as many as the vocabulary's tokens.
+    pub(super) fn draw(
+        &mut self,
+        logits: &[f32],
+        request: &DraftRequest<'_>,
+        vocabulary: Option<&DraftVocabulary>,
+    ) -> Result<u32> {
+        let mut distribution = Distribution::from_logits(logits, request.sampling)?;
+        if let Some(vocabulary) = vocabulary {
+            distribution = distribution.over(vocabulary.tokens())?;
+        }
+        let position = (request.tokens.len() + self.tokens.len()) as u64;
+        let draws = CounterRng::new(request.seed, Stream::Draft, position);
+        let token = distribution.sample(draws.uniform_f64(request.round));
+        self.tokens.push(token);
+        self.distributions.push(distribution);
+        Ok(token)
+    }
+}
+
 /// A source of draft tokens.
 pub trait Proposer {
     /// Name in tables and metrics.
@@ -187,14 +211,9 @@ impl<'a> DSparkProposer<'a> {
     /// # Errors
     /// When the head has not one output per draft token, or the memory cannot be had.
     pub fn new(drafter: &'a DSpark, target_head: &'a Linear, slots: usize, capacity: usize) -> Result<Self> {
-        let lm_head = drafter.lm_head.as_ref().unwrap_or(target_head);
-        let (outputs, expected) = (lm_head.outputs(), drafter.config().draft_vocab());
-        let known = drafter.vocabulary().map_or(drafter.config().body.vocab_size, DraftVocabulary::size);
-        if outputs != expected || known != expected {
-            return Err(Error::Batch(format!(
-                "{outputs} outputs and {known} known tokens for {expected} draft tokens"
-            )));
-        }
+        let config = drafter.config();
+        let sizes = (config.body.vocab_size, config.draft_vocab());
+        let lm_head = output_head(drafter.lm_head.as_ref(), target_head, drafter.vocabulary(), sizes)?;
         let cache = drafter.new_context(slots, capacity + drafter.config().block_size)?;
         Ok(Self { drafter, lm_head, cache })
     }
@@ -255,7 +274,6 @@ impl Proposer for DSparkProposer<'_> {
         let base = self.lm_head.forward(&used)?;
         let (storage, layout) = base.storage_and_layout();
         let (base, vocab) = (host(&storage, layout)?, base.dims()[1]);
-        let tokens = self.drafter.vocabulary().map(DraftVocabulary::tokens);
         let mut previous_of_row = vec![0; requests.len() * steps];
         let mut logits = Vec::with_capacity(vocab);
         let mut state = MarkovState::default();
@@ -278,16 +296,8 @@ impl Proposer for DSparkProposer<'_> {
                     Some(bias) => logits.extend(base.iter().zip(&bias[i * vocab..(i + 1) * vocab]).map(|(u, b)| u + b)),
                     None => logits.extend_from_slice(base),
                 }
-                let mut distribution = Distribution::from_logits(&logits, request.sampling)?;
-                if let Some(tokens) = tokens {
-                    distribution = distribution.over(tokens)?;
-                }
-                let position = (request.tokens.len() + j) as u64;
-                let draws = CounterRng::new(request.seed, Stream::Draft, position);
-                let token = distribution.sample(draws.uniform_f64(request.round));
+                let token = proposals[i].draw(&logits, request, self.drafter.vocabulary())?;
                 previous_of_row[row] = std::mem::replace(&mut previous[i], token);
-                proposals[i].tokens.push(token);
-                proposals[i].distributions.push(distribution);
             }
         }
         if let Some(head) = self.drafter.confidence_head() {
@@ -306,6 +316,25 @@ impl Proposer for DSparkProposer<'_> {
     fn release(&mut self, slot: usize) {
         self.cache.truncate(slot, 0);
     }
+}
+
+/// The head that a drafter drafts with: its own, or the target's, which fits one without a draft vocabulary. `sizes` are those of
+/// the target's vocabulary and of the drafter's.
+///
+/// # Errors
+/// When the head has not one output per draft token.
+pub(super) fn output_head<'a>(
+    own: Option<&'a Linear>,
+    target_head: &'a Linear,
+    vocabulary: Option<&DraftVocabulary>,
+    (vocab, draft_vocab): (usize, usize),
+) -> Result<&'a Linear> {
+    let head = own.unwrap_or(target_head);
+    let (outputs, known) = (head.outputs(), vocabulary.map_or(vocab, DraftVocabulary::size));
+    if outputs != draft_vocab || known != draft_vocab {
+        return Err(Error::Batch(format!("{outputs} outputs and {known} known tokens for {draft_vocab} draft tokens")));
+    }
+    Ok(head)
 }
 
 /// Values of rows that lie in host memory.

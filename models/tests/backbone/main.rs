@@ -2,6 +2,8 @@
 #![expect(clippy::unwrap_used, reason = "helpers of tests fail as tests do")]
 
 mod moe;
+#[path = "../tiny/mod.rs"]
+mod tiny;
 mod window;
 
 use std::path::Path;
@@ -11,27 +13,17 @@ use deepspec_models::checkpoint;
 use deepspec_models::config::DraftConfig;
 use deepspec_models::draft::{DSpark, ParameterSource, Parameters, initialise};
 use deepspec_models::linear::Precision;
-use deepspec_models::speculate::{CounterRng, Stream};
 use deepspec_models::weights::Weights;
 use serde_json::{Value, json};
 use tempfile::TempDir;
+
+use tiny::{flat, random};
 
 const CPU: Device = Device::Cpu;
 const VOCAB: usize = 23;
 const HIDDEN: usize = 16;
 const MASK: u32 = 6;
 const BLOCK: usize = 4;
-
-/// Normal numbers.
-fn random(seed: u64, rows: usize, cols: usize) -> Tensor {
-    let rng = CounterRng::new(seed, Stream::Init, 1 << 40);
-    let values: Vec<f32> = (0..rows * cols).map(|i| rng.normal(i as u64) as f32).collect();
-    Tensor::from_vec(values, (rows, cols), &CPU).unwrap()
-}
-
-fn flat(tensor: &Tensor) -> Vec<f32> {
-    tensor.flatten_all().unwrap().to_vec1().unwrap()
-}
 
 fn assert_close(what: &str, got: &Tensor, expected: &Tensor, tolerance: f32) {
     assert_eq!(got.dims(), expected.dims(), "{what}");

@@ -184,12 +184,7 @@ impl Adaptive {
         if is_probe {
             return best_length(&expected, cost).0;
         }
-        if proposal.confidence_logits.is_empty() {
-            return worthwhile_prefix(&expected, &expected, cost);
-        }
-        let corrected = |(k, logit): (usize, &f32)| outlook.corrected(k, confidence(*logit));
-        let known: Vec<f64> = proposal.confidence_logits.iter().enumerate().map(corrected).collect();
-        worthwhile_prefix(&known, &expected, cost)
+        worthwhile_prefix(&self.chances(request, proposal), &expected, cost)
     }
 
     /// Learns from a verified proposal: `admitted` tokens of it were verified, `accepted` accepted; `drafted` slots had been

@@ -6,7 +6,7 @@ use deepspec_stages::progress::Context;
 use serde_json::json;
 
 use super::report::{Report, percent};
-use super::{model, text_side};
+use super::{model, target_cache, text_side};
 use crate::args::InspectArguments;
 
 /// Reports on the cache at the path given.
@@ -61,20 +61,7 @@ pub(super) fn inspect(arguments: &InspectArguments, context: Context<'_>) -> any
     }
     if arguments.check {
         context.note("reading every sample");
-        let outcome = check(dir)?;
-        report.facts(
-            "check",
-            json!({
-                "sound": outcome.is_sound(),
-                "samples_read": outcome.samples,
-                "tokens_read": outcome.tokens,
-                "supervised_tokens_read": outcome.supervised_tokens,
-                "total_bytes": outcome.bytes,
-            }),
-        );
-        for problem in outcome.problems {
-            report.problem(problem);
-        }
+        target_cache::add_check(&mut report, check(dir)?);
     }
     Ok(report)
 }

@@ -2,10 +2,11 @@
 
 use candle_core::Tensor;
 use deepspec_kernels::linear::Linear;
+use deepspec_kernels::rms_norm;
 use deepspec_kernels::rope::RopeAngles;
-use deepspec_kernels::{rms_norm, silu_mul};
 
 use crate::config::{Eagle3Config, TargetConfig};
+use crate::draft::mlp::GatedMlp;
 use crate::draft::parallel_linear::ParallelLinear;
 use crate::draft::parameters::ParameterSource;
 use crate::error::Result;
@@ -21,8 +22,7 @@ pub(super) struct Eagle3Layer {
     k_norm: Option<Tensor>,
     o_proj: Linear,
     post_attention_layernorm: Tensor,
-    gate_up_proj: ParallelLinear<2>,
-    down_proj: Linear,
+    mlp: GatedMlp,
     norm_before_residual: bool,
     head_dim: usize,
     eps: f64,
@@ -50,7 +50,6 @@ impl Eagle3Layer {
         let norm = |name: &str| source.tensor(&at(name), &[hidden_size]);
         let head_norm = |name: &str| config.body.qk_norm.then(|| source.tensor(&at(name), &[head_dim])).transpose();
         let qkv = [("self_attn.q_proj", q_width), ("self_attn.k_proj", kv_width), ("self_attn.v_proj", kv_width)];
-        let gate_up = [("mlp.gate_proj", intermediate_size), ("mlp.up_proj", intermediate_size)];
         Ok(Self {
             input_layernorm: norm("input_layernorm.weight")?,
             hidden_norm: norm("hidden_norm.weight")?,
@@ -59,8 +58,7 @@ impl Eagle3Layer {
             k_norm: head_norm("self_attn.k_norm.weight")?,
             o_proj: source.linear(&at("self_attn.o_proj"), hidden_size, q_width, attention_bias)?,
             post_attention_layernorm: norm("post_attention_layernorm.weight")?,
-            gate_up_proj: ParallelLinear::new(gate_up.map(part), hidden_size, mlp_bias, source)?,
-            down_proj: source.linear(&at("mlp.down_proj"), hidden_size, intermediate_size, mlp_bias)?,
+            mlp: GatedMlp::new(&at("mlp"), hidden_size, intermediate_size, mlp_bias, source)?,
             norm_before_residual: config.norm_before_residual,
             head_dim,
             eps: config.body.rms_norm_eps,
@@ -87,7 +85,7 @@ impl Eagle3Layer {
     /// residual `[rows, hidden]`, mixed `[rows, heads · head_dim]` → `[rows, hidden]`
     pub(super) fn finish(&self, residual: &Tensor, mixed: &Tensor) -> Result<Tensor> {
         let x = (residual + self.o_proj.forward(mixed)?)?;
-        let [gate, up] = self.gate_up_proj.forward(&rms_norm(&x, &self.post_attention_layernorm, self.eps)?)?;
-        Ok((x + self.down_proj.forward(&silu_mul(&gate, &up)?)?)?)
+        let mlp = self.mlp.forward(&rms_norm(&x, &self.post_attention_layernorm, self.eps)?)?;
+        Ok((x + mlp)?)
     }
 }
