@@ -95,6 +95,10 @@ pub(crate) enum ExportFormat {
     Specforge,
     /// Target cache in the reference's format, version 2.
     CacheV2,
+    /// Costs of passes as steps per second by the tokens of a batch, for SGLang's planner.
+    SpsTable,
+    /// Costs of passes as a sum of parts by requests and tokens, for SGLang's planner.
+    SpsAdditive,
 }
 
 /// Arguments of `export`.
@@ -103,8 +107,8 @@ pub(crate) struct ExportArguments {
     /// Format to write.
     #[arg(long, value_enum)]
     pub to: ExportFormat,
-    /// Folder to write; one with an earlier export of a drafter is replaced.
-    #[arg(long, value_name = "DIR")]
+    /// Folder to write; one with an earlier export of a drafter is replaced. Costs of passes are one file.
+    #[arg(long, value_name = "PATH")]
     pub out: PathBuf,
     /// Run folder whose newest checkpoint, or whose cache, is exported.
     #[arg(long, value_name = "DIR")]
@@ -115,6 +119,9 @@ pub(crate) struct ExportArguments {
     /// Target cache.
     #[arg(long, value_name = "DIR")]
     pub cache: Option<PathBuf>,
+    /// Costs of passes, in the file that `serve` and `generate` name when they have measured them.
+    #[arg(long, value_name = "FILE")]
+    pub costs: Option<PathBuf>,
     /// Target of the drafter: where its embedding and head come from, should the checkpoint lack them, and the name that engines
     /// find it by.
     #[arg(long, value_name = "NAME|PATH")]

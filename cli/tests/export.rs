@@ -130,3 +130,27 @@ fn caches_of_version_2_are_shown_and_checked() {
     let report = inspect(folder.path(), &[], 1);
     assert!(report["problems"][0]["message"].as_str().unwrap().contains("shard-00001.bin"), "{report}");
 }
+
+#[test]
+fn costs_of_passes_go_to_the_published_forms_and_back() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = |name: &str| folder.path().join(name).to_str().unwrap().to_owned();
+    let table = json!({"sample_batch_tokens": [1, 4], "sample_steps_per_sec": [100.0, 50.0], "max_batch_tokens": 4});
+    fs_err::write(path("given"), table.to_string()).unwrap();
+    for (to, from, out) in [("sps-additive", "given", "sum"), ("sps-table", "sum", "table")] {
+        let output = deepspec(&["export", "--to", to, "--costs", &path(from), "--out", &path(out)]);
+        assert_eq!(output.status.code(), Some(0), "{}", words(&output));
+    }
+    let read = |name: &str| -> Value { serde_json::from_slice(&fs_err::read(path(name)).unwrap()).unwrap() };
+    assert_eq!(read("sum")["m_probes"], json!([1, 3, 4]));
+    assert_eq!(
+        (&read("table")["sample_batch_tokens"], &read("table")["max_batch_tokens"]),
+        (&json!([1, 3, 4]), &json!(4))
+    );
+    let rates: Vec<f64> = serde_json::from_value(read("table")["sample_steps_per_sec"].clone()).unwrap();
+    assert!(rates.iter().zip([100.0, 100.0, 50.0]).all(|(rate, expected): (&f64, f64)| (rate - expected).abs() < 1e-9));
+
+    let refused = deepspec(&["export", "--to", "sps-table", "--out", &path("none")]);
+    assert_eq!(refused.status.code(), Some(1), "{}", words(&refused));
+    assert!(words(&refused).contains("--costs") && !folder.path().join("none").exists());
+}

@@ -11,9 +11,10 @@ from pathlib import Path
 
 # Steps of a timing that warm up and do not count.
 WARM_UP = 2
+# Acceptance is the same in any batch; speed is that of one sequence alone.
 EVALUATIONS = {
-    "whole": ["eval.adaptive=false", 'eval.proposers=["plain", "ngram", "draft"]'],
-    "adaptive": ["eval.adaptive=true", 'eval.proposers=["plain", "ngram", "draft", "hybrid"]'],
+    "whole": ["eval.adaptive=false", "eval.batch_size=16", 'eval.proposers=["plain", "ngram", "draft", "hybrid"]'],
+    "adaptive": ["eval.adaptive=true", "eval.batch_size=1", 'eval.proposers=["plain", "ngram", "draft", "hybrid"]'],
 }
 
 

@@ -1,10 +1,10 @@
-//! `deepspec export`: a drafter in the format of an engine or another trainer, or a target cache in the reference's.
+//! `deepspec export`: a drafter in the format of an engine or another trainer, a target cache in the reference's, or costs of passes.
 
 use std::path::{Path, PathBuf};
 
 use deepspec_datasets::target_cache::v2;
 use deepspec_models::formats::Format;
-use deepspec_stages::export::{self, CacheExport, DrafterExport};
+use deepspec_stages::export::{self, CacheExport, CostForm, DrafterExport};
 use deepspec_stages::model_source::resolve;
 use deepspec_stages::progress::Context;
 use deepspec_stages::run_dir::RunDir;
@@ -16,31 +16,30 @@ use crate::args::{ExportArguments, ExportFormat};
 use crate::failure::Refusal;
 use crate::printer::Printer;
 
+/// What costs of passes are exported to, for messages.
+const COST_FORMS: &str = "--to sps-table and sps-additive";
+
 /// Exports what the arguments name.
 ///
 /// # Errors
-/// There is nothing to export, or as [`export::drafter`] and [`export::cache`].
+/// There is nothing to export, or as [`export::drafter`], [`export::cache`] and [`export::costs`].
 pub(super) fn run(arguments: &ExportArguments, printer: &Printer, context: Context<'_>) -> anyhow::Result<()> {
-    match format(arguments.to) {
-        Some(format) => drafter(arguments, format, printer, context),
-        None => cache(arguments, printer, context),
-    }
-}
-
-/// The drafter format of the argument; `None` is a cache.
-fn format(to: ExportFormat) -> Option<Format> {
-    Some(match to {
+    let format = match arguments.to {
+        ExportFormat::CacheV2 => return cache(arguments, printer, context),
+        ExportFormat::SpsTable => return costs(arguments, CostForm::Table, printer),
+        ExportFormat::SpsAdditive => return costs(arguments, CostForm::Additive, printer),
         ExportFormat::Deepspec => Format::Deepspec,
         ExportFormat::Speculators => Format::Speculators,
         ExportFormat::Sglang => Format::Sglang,
         ExportFormat::Zlab => Format::Zlab,
         ExportFormat::Specforge => Format::Specforge,
-        ExportFormat::CacheV2 => return None,
-    })
+    };
+    drafter(arguments, format, printer, context)
 }
 
 fn drafter(arguments: &ExportArguments, format: Format, printer: &Printer, context: Context<'_>) -> anyhow::Result<()> {
     refuse(arguments.cache.is_some(), "--cache", "--to cache-v2")?;
+    refuse(arguments.costs.is_some(), "--costs", COST_FORMS)?;
     let draft = match (&arguments.draft, &arguments.run) {
         (Some(draft), _) => draft.clone(),
         (None, Some(run)) => newest_checkpoint(run)?,
@@ -69,13 +68,8 @@ fn drafter(arguments: &ExportArguments, format: Format, printer: &Printer, conte
 }
 
 fn cache(arguments: &ExportArguments, printer: &Printer, context: Context<'_>) -> anyhow::Result<()> {
-    for (is_given, option) in [
-        (arguments.draft.is_some(), "--draft"),
-        (arguments.target.is_some(), "--target"),
-        (arguments.profile.is_some(), "--profile"),
-    ] {
-        refuse(is_given, option, "drafters")?;
-    }
+    refuse_drafter_options(arguments)?;
+    refuse(arguments.costs.is_some(), "--costs", COST_FORMS)?;
     let cache = match (&arguments.cache, &arguments.run) {
         (Some(cache), _) => cache.clone(),
         (None, Some(run)) => run.join("cache"),
@@ -92,6 +86,27 @@ fn cache(arguments: &ExportArguments, printer: &Printer, context: Context<'_>) -
     print(&summary, printer)
 }
 
+fn costs(arguments: &ExportArguments, form: CostForm, printer: &Printer) -> anyhow::Result<()> {
+    refuse_drafter_options(arguments)?;
+    refuse(arguments.cache.is_some(), "--cache", "--to cache-v2")?;
+    refuse(arguments.run.is_some(), "--run", "drafters and caches")?;
+    let Some(from) = &arguments.costs else {
+        return Err(nothing(
+            "a table of costs",
+            "`--costs` with the file that `serve` names when it has measured them",
+        ));
+    };
+    let written = export::costs(from, form, &arguments.out)?;
+    let (first, last) = (written.entries()[0], written.entries()[written.entries().len() - 1]);
+    let summary = [
+        ("read".to_owned(), from.display().to_string()),
+        ("written".to_owned(), arguments.out.display().to_string()),
+        ("passes".to_owned(), format!("{} to {} rows", first.rows, last.rows)),
+        ("time".to_owned(), format!("{:.1} to {:.1} ms", 1e3 * first.seconds, 1e3 * last.seconds)),
+    ];
+    print(&summary, printer)
+}
+
 fn newest_checkpoint(run: &Path) -> anyhow::Result<PathBuf> {
     match Checkpoints::new(run.join("checkpoints"), 1).latest()? {
         Some(found) => Ok(found.folder),
@@ -101,6 +116,12 @@ fn newest_checkpoint(run: &Path) -> anyhow::Result<PathBuf> {
 
 fn nothing(what: &str, give: &str) -> anyhow::Error {
     Refusal { problem: format!("there is not {what} to export"), hint: Some(format!("give {give}")) }.into()
+}
+
+fn refuse_drafter_options(arguments: &ExportArguments) -> anyhow::Result<()> {
+    refuse(arguments.draft.is_some(), "--draft", "drafters")?;
+    refuse(arguments.target.is_some(), "--target", "drafters")?;
+    refuse(arguments.profile.is_some(), "--profile", "drafters")
 }
 
 fn refuse(is_given: bool, option: &str, of: &str) -> anyhow::Result<()> {

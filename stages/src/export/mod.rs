@@ -1,6 +1,8 @@
-//! Writes what this program makes in the formats of others: drafters for engines and other trainers, target caches for the reference.
+//! Writes what this program makes in the formats of others: drafters for engines and other trainers, target caches for the reference,
+//! costs of passes for planners.
 
 mod cache;
+mod costs;
 mod profile;
 
 use std::path::{Path, PathBuf};
@@ -11,6 +13,7 @@ use deepspec_models::formats::{Canonical, Format, Lender, PROFILE_FILE, Verifier
 use deepspec_models::weights::SINGLE_FILE;
 
 pub use self::cache::{CacheExport, cache};
+pub use self::costs::{CostForm, costs};
 pub use self::profile::profile;
 use crate::error::{Error, Result};
 use crate::eval::EvalOutcome;
