@@ -52,7 +52,7 @@ impl SamplingParams {
     pub fn validate(&self) -> Result<(), SpeculateError> {
         let ranges = [
             ("temperature", self.temperature, 0.0..=f64::MAX, "a finite number of at least 0"),
-            ("top_p", self.top_p, f64::MIN_POSITIVE..=1.0, "a number above 0 and at most 1"),
+            ("top_p", self.top_p, 0.0_f64.next_up()..=1.0, "a number above 0 and at most 1"),
             ("min_p", self.min_p, 0.0..=1.0, "a number from 0 to 1"),
         ];
         match ranges.into_iter().find(|(_, value, range, _)| !range.contains(value)) {
@@ -290,6 +290,9 @@ mod tests {
             assert!(matches!(error, SpeculateError::Parameter { field, .. } if field == name), "{error}");
             assert!(error.hint().unwrap().contains(name));
         }
+        // The smallest numbers there are do for a range that is open at 0.
+        let least = SamplingParams { temperature: f64::from_bits(1), top_p: f64::from_bits(1), ..default };
+        assert_eq!(Distribution::from_logits(&[1.0, 2.0], &least).unwrap().prob(1), 1.0);
     }
 
     #[test]

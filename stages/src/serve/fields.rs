@@ -1,7 +1,7 @@
 //! Reads the fields of a JSON request one by one. Whatever is wrong with a field is said by its name; a field that nobody
 //! has read is refused, since ignoring it could give an answer to another question.
 
-use std::ops::RangeInclusive;
+use std::ops::{Bound, RangeBounds, RangeInclusive};
 
 use serde_json::{Map, Value};
 
@@ -64,7 +64,7 @@ impl Fields {
     }
 
     /// A number in a range.
-    pub(super) fn number(&mut self, name: &str, range: RangeInclusive<f64>) -> Read<Option<f64>> {
+    pub(super) fn number(&mut self, name: &str, range: impl RangeBounds<f64>) -> Read<Option<f64>> {
         let Some(value) = self.take(name) else { return Ok(None) };
         number(&self.path(name), &value, range).map(Some)
     }
@@ -115,7 +115,7 @@ impl Fields {
 }
 
 /// A value that is to be a number in a range.
-pub(super) fn number(path: &str, value: &Value, range: RangeInclusive<f64>) -> Read<f64> {
+pub(super) fn number(path: &str, value: &Value, range: impl RangeBounds<f64>) -> Read<f64> {
     let Value::Number(found) = value else { return Err(wrong_type(path, "a number", value)) };
     match found.as_f64().filter(|found| range.contains(found)) {
         Some(found) => Ok(found),
@@ -139,8 +139,18 @@ pub(super) fn wrong_type(path: &str, expected: &str, found: &Value) -> ApiError 
     ApiError::field(path, format!("`{path}` is {}, expected {expected}", kind_of(found))).with_code("invalid_type")
 }
 
-fn out_of_range<T: std::fmt::Display>(path: &str, found: &str, range: &RangeInclusive<T>) -> ApiError {
-    let message = format!("`{path}` is {found}, expected a number from {} to {}", range.start(), range.end());
+fn out_of_range<T: std::fmt::Display>(path: &str, found: &str, range: &impl RangeBounds<T>) -> ApiError {
+    let low = match range.start_bound() {
+        Bound::Included(low) => format!(" from {low}"),
+        Bound::Excluded(low) => format!(" above {low}"),
+        Bound::Unbounded => String::new(),
+    };
+    let high = match range.end_bound() {
+        Bound::Included(high) => format!(" to {high}"),
+        Bound::Excluded(high) => format!(" below {high}"),
+        Bound::Unbounded => String::new(),
+    };
+    let message = format!("`{path}` is {found}, expected a number{low}{high}");
     ApiError::field(path, message).with_code("out_of_range")
 }
 

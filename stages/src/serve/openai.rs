@@ -2,6 +2,7 @@
 //!
 //! Fields that change an answer are honoured or refused. Those in [`IGNORED`] do not change one.
 
+use std::ops::Bound;
 use std::sync::Arc;
 
 use axum::http::StatusCode;
@@ -96,7 +97,7 @@ impl ApiRequest {
             sampling: SamplingParams {
                 temperature: fields.number("temperature", 0.0..=2.0)?.unwrap_or(1.0),
                 top_k: fields.integer("top_k", -1..=i64::from(i32::MAX))?.unwrap_or(0).max(0) as usize,
-                top_p: fields.number("top_p", f64::MIN_POSITIVE..=1.0)?.unwrap_or(1.0),
+                top_p: fields.number("top_p", (Bound::Excluded(0.0), Bound::Included(1.0)))?.unwrap_or(1.0),
                 min_p: fields.number("min_p", 0.0..=1.0)?.unwrap_or(0.0),
             },
             adjustments: Adjustments {
@@ -155,15 +156,7 @@ fn message(path: &str, value: Value) -> Read<Message> {
         }
         None => return Err(missing(&name)),
     };
-    let tool_calls = fields.take("tool_calls");
-    let path_of_content = format!("{path}.content");
-    let content = match fields.take("content") {
-        Some(value) => content(&path_of_content, value)?,
-        None if tool_calls.is_some() => String::new(),
-        None => return Err(missing(&path_of_content)),
-    };
-    let mut message = Message::new(role, content);
-    message.tool_calls = match tool_calls {
+    let tool_calls = match fields.take("tool_calls") {
         Some(Value::Array(calls)) if !calls.is_empty() && role == Role::Assistant => Some(Value::Array(calls)),
         None => None,
         Some(Value::Array(calls)) if calls.is_empty() => None,
@@ -171,6 +164,13 @@ fn message(path: &str, value: Value) -> Read<Message> {
             return Err(wrong_type(&format!("{path}.tool_calls"), "a list of calls of an assistant", &other));
         }
     };
+    let path_of_content = format!("{path}.content");
+    let content = match fields.take("content") {
+        Some(value) => content(&path_of_content, value)?,
+        None if tool_calls.is_some() => String::new(),
+        None => return Err(missing(&path_of_content)),
+    };
+    let mut message = Message { tool_calls, ..Message::new(role, content) };
     message.name = fields.text("name")?;
     message.tool_call_id = fields.text("tool_call_id")?;
     message.reasoning_content = fields.text("reasoning_content")?;
@@ -411,6 +411,7 @@ mod tests {
             (r#"{"messages": [1]}"#, "messages.0"),
             (r#"{"messages": [{"role": "robot", "content": ""}]}"#, "messages.0.role"),
             (r#"{"messages": [{"role": "user"}]}"#, "messages.0.content"),
+            (r#"{"messages": [{"role": "assistant", "tool_calls": []}]}"#, "messages.0.content"),
             (r#"{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}"#, "messages.0.content.0.type"),
             (r#"{"messages": [{"role": "user", "content": "", "x": 1}]}"#, "messages.0.x"),
         ] {
