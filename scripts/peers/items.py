@@ -13,7 +13,7 @@ PROMPT_LENGTHS = [256, 512]
 LAYERS = [1, 8, 15, 22, 28]
 SEQUENCES = 8
 # Sequences per pass: deepspec's cache stage fills passes of 1024 tokens; PyTorch may choose.
-DEEPSPEC_BATCH, TORCH_BATCHES = 1, (1, 8)
+DEEPSPEC_BATCH, TORCH_BATCHES = 4, (1, 8)
 SHAPE = {"anchors": 64, "slots": 7, "vocab": 49152, "draft_layers": 2, "markov_rank": 256, "target_layers": LAYERS}
 OTHER_SHAPES = [SHAPE | {"anchors": n} for n in (32, 64, 128)] + [SHAPE | {"vocab": n} for n in (8192, 16384)]
 # The same start gives the same loss and gradient; three steps of AdamW may amplify what rounding does.

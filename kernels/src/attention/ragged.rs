@@ -86,8 +86,8 @@ impl RaggedAttention {
     /// When a segment does not fit into its slot; without a window, or with a capacity that is no multiple of [`PANEL`], also when
     /// it goes beyond the last position.
     pub fn store(&self, k: &Tensor, v: &Tensor, k_cache: &Tensor, v_cache: &Tensor) -> Result<()> {
-        k_cache.inplace_op2(k, &Store { attention: self, side: Side::Keys })?;
-        v_cache.inplace_op2(v, &Store { attention: self, side: Side::Values })
+        k_cache.inplace_op2(k, &Store { attention: self, side: CacheSide::Keys })?;
+        v_cache.inplace_op2(v, &Store { attention: self, side: CacheSide::Values })
     }
 
     #[cfg(feature = "cuda")]
@@ -119,11 +119,11 @@ impl RaggedAttention {
 
     /// Fails when a segment lies outside the caches, or the slot cannot hold all positions from the `oldest` on that a call
     /// reads or writes.
-    fn check_segments(&self, elements: usize, side: Side, oldest: impl Fn(&Segment) -> usize) -> Result<()> {
+    fn check_segments(&self, elements: usize, side: CacheSide, oldest: impl Fn(&Segment) -> usize) -> Result<()> {
         let [keys, values] = cache_shapes(1, self.capacity, self.heads);
         let per_slot = match side {
-            Side::Keys => keys.0 * keys.1,
-            Side::Values => values.0 * values.1,
+            CacheSide::Keys => keys.0 * keys.1,
+            CacheSide::Values => values.0 * values.1,
         };
         for segment in self.segments.iter() {
             let end = segment.start + segment.len;
@@ -138,11 +138,11 @@ impl RaggedAttention {
         Ok(())
     }
 
-    fn check_store(&self, elements: usize, side: Side) -> Result<()> {
+    fn check_store(&self, elements: usize, side: CacheSide) -> Result<()> {
         self.check_segments(elements, side, |segment| self.window.map_or(0, |_| segment.start))
     }
 
-    fn check_read(&self, elements: usize, side: Side) -> Result<()> {
+    fn check_read(&self, elements: usize, side: CacheSide) -> Result<()> {
         self.check_segments(elements, side, |segment| self.keys_of_row(segment, 0).start)
     }
 
@@ -168,22 +168,25 @@ pub fn cache_shapes(slots: usize, capacity: usize, heads: HeadLayout) -> [(usize
     ]
 }
 
-#[derive(Debug, Clone, Copy)]
-enum Side {
+/// Which of the caches rows are written to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum CacheSide {
+    /// Keys.
     Keys,
+    /// Values.
     Values,
 }
 
 struct Store<'a> {
     attention: &'a RaggedAttention,
-    side: Side,
+    side: CacheSide,
 }
 
 impl InplaceOp2 for Store<'_> {
     fn name(&self) -> &'static str {
         match self.side {
-            Side::Keys => "store-keys",
-            Side::Values => "store-values",
+            CacheSide::Keys => "store-keys",
+            CacheSide::Values => "store-values",
         }
     }
 
@@ -208,14 +211,14 @@ impl InplaceOp2 for Store<'_> {
                 let row = rows.part(next, kv_head * head_dim, head_dim);
                 let [keys, values] = self.attention.panels(slot, kv_head);
                 match self.side {
-                    Side::Keys => {
+                    CacheSide::Keys => {
                         let first = keys + position / PANEL * head_dim * PANEL + position % PANEL;
                         for (i, key) in row.iter().enumerate() {
                             // SAFETY: the checked segments lie inside the cache, and only a single share writes a place twice.
                             unsafe { cache.write(first + i * PANEL, std::slice::from_ref(key)) };
                         }
                     }
-                    Side::Values => {
+                    CacheSide::Values => {
                         for (part, x) in row.chunks(PANEL).enumerate() {
                             // SAFETY: as above.
                             unsafe { cache.write(values + (part * capacity + position) * PANEL, x) };
@@ -243,12 +246,8 @@ impl InplaceOp2 for Store<'_> {
         }
         let cuda = Cuda::of(rows);
         let rows = cuda.rows(self.name(), rows, rl)?;
-        let side = match self.side {
-            Side::Keys => device::CacheSide::Keys,
-            Side::Values => device::CacheSide::Values,
-        };
         let cache = cuda.start_mut::<f32>(cache, cl)?;
-        device::store(&cuda, &self.attention.device_call(), side, &rows, *cache)
+        device::store(&cuda, &self.attention.device_call(), self.side, &rows, *cache)
     }
 }
 
@@ -414,8 +413,8 @@ impl CustomOp3 for RaggedAttention {
                 vl.dims()
             );
         }
-        self.check_read(kl.shape().elem_count(), Side::Keys)?;
-        self.check_read(vl.shape().elem_count(), Side::Values)?;
+        self.check_read(kl.shape().elem_count(), CacheSide::Keys)?;
+        self.check_read(vl.shape().elem_count(), CacheSide::Values)?;
         let (k, v) = (&k.as_slice::<f32>()?[kl.start_offset()..], &v.as_slice::<f32>()?[vl.start_offset()..]);
         let mut y = Vec::with_capacity(rows * heads * head_dim);
         let out = Shared::new(y.as_mut_ptr());
@@ -442,8 +441,8 @@ impl CustomOp3 for RaggedAttention {
         v: &CudaStorage,
         vl: &Layout,
     ) -> Result<(CudaStorage, Shape)> {
-        self.check_read(kl.shape().elem_count(), Side::Keys)?;
-        self.check_read(vl.shape().elem_count(), Side::Values)?;
+        self.check_read(kl.shape().elem_count(), CacheSide::Keys)?;
+        self.check_read(vl.shape().elem_count(), CacheSide::Values)?;
         if !kl.is_contiguous() || !vl.is_contiguous() {
             bail!("attention: caches must be contiguous");
         }

@@ -7,7 +7,7 @@ use candle_core::{Result, bail};
 use super::{Backend, Kernel, View, args};
 use crate::attention::HeadLayout;
 use crate::attention::block::BlockSpan;
-use crate::attention::ragged::Segment;
+use crate::attention::ragged::{CacheSide, Segment};
 
 /// Threads of a block, as compiled into the kernels.
 const THREADS: usize = 128;
@@ -97,15 +97,6 @@ pub fn ragged<B: Backend>(backend: &B, call: &RaggedCall<'_>, q: &View, [k, v]: 
         backend.launch(join, [rows * heads, 1, 1], THREADS, &args)?;
     }
     Ok(y)
-}
-
-/// Which of the caches rows are written to.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum CacheSide {
-    /// Keys.
-    Keys,
-    /// Values.
-    Values,
 }
 
 /// Writes rows of keys or values into the cache at `cache`, which the caller has checked to hold all segments.
