@@ -65,11 +65,14 @@ fn drafters_are_trained_on_one_cache_and_compared_on_the_same_prompts() {
     prompts(&root.join("second.jsonl"), "second", 8);
 
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../scripts/compare_drafters");
-    let run = |minutes: &str| {
+    let run = |algorithms: &[&str], minutes: &str| {
         let mut command = Command::new("python3");
         command.arg("-B").arg(&script).current_dir(root).arg("--recipes");
-        command.args(["recipes/dspark/tiny.toml", "recipes/dflash/tiny.toml", "--prompts", "train.jsonl", "--eval"]);
+        command.args(algorithms.iter().map(|name| format!("recipes/{name}/tiny.toml")));
         command.args([
+            "--prompts",
+            "train.jsonl",
+            "--eval",
             "first.jsonl",
             "second.jsonl",
             "--minutes",
@@ -83,7 +86,7 @@ fn drafters_are_trained_on_one_cache_and_compared_on_the_same_prompts() {
         let output = command.output().unwrap();
         (output.status.success(), String::from_utf8_lossy(&output.stderr).into_owned())
     };
-    let (succeeded, said) = run("0.005");
+    let (succeeded, said) = run(&["dspark", "dflash"], "0.005");
     assert!(succeeded, "{said}");
 
     let results: Value = serde_json::from_slice(&fs_err::read(root.join("out/results.json")).unwrap()).unwrap();
@@ -126,10 +129,20 @@ fn drafters_are_trained_on_one_cache_and_compared_on_the_same_prompts() {
     }
 
     // Everything is there: nothing is run again, and the result is the same.
-    let (succeeded, said) = run("0.005");
+    let (succeeded, said) = run(&["dspark", "dflash"], "0.005");
     assert!(succeeded && !said.contains('$'), "{said}");
     let again: Value = serde_json::from_slice(&fs_err::read(root.join("out/results.json")).unwrap()).unwrap();
     assert_eq!(again, results);
-    let (succeeded, said) = run("0.01");
+    let (succeeded, said) = run(&["dspark", "dflash"], "0.01");
     assert!(!succeeded && said.contains("minutes was 0.005, is 0.01") && said.contains("another --work"), "{said}");
+    let (succeeded, said) = run(&["dspark"], "0.005");
+    assert!(!succeeded && said.contains("recipes was"), "{said}");
+
+    // One more joins those that are done.
+    recipe(root, "other", &bare);
+    let (succeeded, said) = run(&["dspark", "dflash", "other"], "0.005");
+    assert!(succeeded && said.contains("other/tiny.toml") && !said.contains("dflash/tiny.toml"), "{said}");
+    let more: Value = serde_json::from_slice(&fs_err::read(root.join("out/results.json")).unwrap()).unwrap();
+    let more = more["drafters"].as_array().unwrap();
+    assert_eq!((&more[..2], &more[2]["algorithm"]), (&drafters[..], &json!("dflash")));
 }

@@ -128,7 +128,7 @@ def compare(args: argparse.Namespace) -> dict:
 
 
 def settled(args: argparse.Namespace, names: list[str]) -> None:
-    """Refuses to mix two comparisons in one work folder."""
+    """Refuses to mix two comparisons in one work folder; recipes may be added to one."""
     asked = {
         "recipes": names, "minutes": args.minutes, "overrides": args.overrides, "samples": args.samples,
         "prompts": str(args.prompts) if args.prompts else None, "temperatures": args.temperatures,
@@ -138,11 +138,11 @@ def settled(args: argparse.Namespace, names: list[str]) -> None:
     record = args.work / "comparison.json"
     if record.is_file():
         known = json.loads(record.read_text())
-        differing = [f"{key} was {known.get(key)}, is {value}" for key, value in asked.items() if known.get(key) != value]
+        differing = [f"{key} was {known.get(key)}, is {value}" for key, value in asked.items()
+                     if known.get(key) != value and not (key == "recipes" and set(known[key]) <= set(value))]
         if differing:
             raise Failure(f"{args.work} holds another comparison: {'; '.join(differing)}; give another --work")
-    else:
-        write(record, asked)
+    write(record, asked)
 
 
 def prepare(drafters: list[Drafter], args: argparse.Namespace) -> tuple[Path, list[int]]:
