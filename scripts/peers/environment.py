@@ -66,7 +66,7 @@ def build_environment() -> dict[str, str]:
 
 def worker() -> Path:
     """deepspec's worker, built as the program is."""
-    run("cargo", "build", "--release", "-p", "deepspec-stages", "--example", "bench_worker", cwd=ROOT)
+    run("cargo", "build", "--release", "--workspace", "--example", "bench_worker", cwd=ROOT)
     return ROOT / "target" / "release" / "examples" / "bench_worker"
 
 

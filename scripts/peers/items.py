@@ -9,6 +9,8 @@ from engines import Engines, Side
 
 CONTEXT = 256
 ROWS = [1, 2, 4, 8, 16]
+# Steps in a row: an answer of some length, after whose first steps an engine has back what of the caches the one before it took.
+DECODED = 64
 PROMPT_LENGTHS = [256, 512]
 LAYERS = [1, 8, 15, 22, 28]
 SEQUENCES = 8
@@ -51,7 +53,7 @@ def best_attention(found: dict[str, dict]) -> dict[str, dict]:
 
 def decode(engines: Engines, args: argparse.Namespace, _results: dict) -> dict:
     """One token after the context."""
-    request = {"context": engines.tokens(CONTEXT), "rows": engines.tokens(1, CONTEXT), "repeats": 8}
+    request = {"context": engines.tokens(CONTEXT), "rows": engines.tokens(1, CONTEXT), "repeats": DECODED}
     sides = engines.deepspec_sides + engines.llama_sides
     times = alternate([((side.name,), side, "rows", request) for side in sides], args.rounds)
     return best_attention({name: summary(seconds, 1) for (name,), seconds in times.items()})
