@@ -20,5 +20,15 @@ for schedule in ${SCHEDULES:-plain fixed=3 threshold=0.5 scheduled}; do
     address=$(server_address "$log/$schedule" "${pids[-1]}")
     servers+=("$schedule=$address")
 done
-cargo run --quiet --release --package deepspec-stages --example bench_serve -- \
+cargo build --quiet --release --workspace --example bench_serve
+target/release/examples/bench_serve \
     "$out" "$prompts" "${TOKENS:-64}" "${REQUESTS:-8}" "${LEVELS:-1,2,4,8,16,32}" "${servers[@]}"
+
+# What the servers said of themselves when they began.
+{
+    printf '\n## What was run\n\n'
+    echo "- deepspec $(git describe --always --dirty), $(nproc) processors: $(sed -n 's/^model name[^:]*: //p' /proc/cpuinfo | head -n 1)"
+    for server in "${servers[@]}"; do
+        echo "- \`serve --schedule ${server%=*}\`: $(sed '/^listening/,$d; /are kept in/d' "$log/${server%=*}" | paste -sd ';' | sed 's/;/; /g')"
+    done
+} >> "$out/README.md"

@@ -18,7 +18,8 @@ shift
 if [ "$model" = tiny ]; then
     folder=target/fuzz/tiny
     mkdir -p "$folder"
-    model=$(cargo run --quiet --release --package deepspec --example tiny_model -- "$folder")
+    cargo build --quiet --release --workspace --example tiny_model
+    model=$(target/release/examples/tiny_model "$folder")
 fi
 
 . scripts/servers.sh

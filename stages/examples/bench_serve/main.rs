@@ -2,7 +2,7 @@
 //!
 //! Each server (one per schedule) gets the same prompts at each level of concurrency, in turns, so that a machine that slows
 //! down slows all of them. REQUESTS is the least number of requests of a cell, LEVELS is a list such as `1,2,4`. Prompts are JSON
-//! lines with `turns`. Writes `load.json`, a table and a plot to OUT. `scripts/bench_serve` starts the servers.
+//! lines with `turns`. Writes `load.json`, `README.md` and plots to OUT. `scripts/bench_serve.sh` starts the servers.
 #![expect(clippy::print_stdout, clippy::disallowed_methods, reason = "a measuring tool")]
 
 mod client;
@@ -17,6 +17,14 @@ use std::time::Instant;
 use serde_json::{Value, json};
 
 use client::{Timed, ask};
+
+/// File, figure and title of each plot.
+const PLOTS: [(&str, &str, &str); 4] = [
+    ("throughput.svg", "tokens_per_s", "tokens per second"),
+    ("per_user.svg", "tokens_per_s_per_user", "tokens per second of one user"),
+    ("first_token.svg", "first_token_s_p99", "seconds to the first token, 99 % of requests"),
+    ("verified.svg", "verified_per_round", "drafted tokens verified per request and round"),
+];
 
 type Result<T> = std::result::Result<T, Box<dyn Error + Send + Sync>>;
 
@@ -65,10 +73,21 @@ fn main() -> Result<()> {
     let setup = json!({ "tokens": tokens, "requests": requests, "turns": TURNS, "prompts": prompts.len() });
     let result = json!({ "setup": setup, "cells": report });
     fs_err::write(Path::new(out).join("load.json"), serde_json::to_string_pretty(&result)? + "\n")?;
-    let table = table(&report);
-    fs_err::write(Path::new(out).join("table.md"), &table)?;
-    fs_err::write(Path::new(out).join("load.svg"), plot(&levels, &servers, &report))?;
-    println!("{table}");
+    let mut text = format!(
+        "# Serving under load\n\nEvery client sends a prompt as soon as its last one is answered: {} prompts in turn, {tokens} new tokens each at \
+         temperature 0, at least {requests} requests and two of each client per measurement. One server per schedule, {TURNS} turns; \
+         throughput is the median over turns, times are over all requests. *Verified per round* are the drafted tokens that a pass \
+         verifies for a request.\n\n{}\n{}",
+        prompts.len(),
+        table(&report),
+        against_fixed(&levels, &report),
+    );
+    for (file, key, title) in PLOTS {
+        fs_err::write(Path::new(out).join(file), plot(&levels, &servers, &report, key, title))?;
+        let _ = write!(text, "\n![{title}]({file})\n");
+    }
+    fs_err::write(Path::new(out).join("README.md"), &text)?;
+    println!("{text}");
     Ok(())
 }
 
@@ -169,10 +188,33 @@ fn table(rows: &[Value]) -> String {
     text
 }
 
-/// Throughput over the number of clients, one line per schedule.
-fn plot(levels: &[usize], servers: &[(&str, &str)], rows: &[Value]) -> String {
+/// How the throughput of the scheduled server compares with the best of the plain and fixed ones, at each level; nothing where
+/// there are none to compare.
+fn against_fixed(levels: &[usize], rows: &[Value]) -> String {
+    let mut text = String::new();
+    for level in levels {
+        let at = |of: fn(&str) -> bool| {
+            let rows = rows.iter().filter(|row| row["clients"] == *level && row["schedule"].as_str().is_some_and(of));
+            rows.filter_map(|row| row["tokens_per_s"].as_f64()).reduce(f64::max)
+        };
+        let scheduled = at(|name| name == "scheduled");
+        let best = at(|name| name == "plain" || name.starts_with("fixed"));
+        if let (Some(scheduled), Some(best)) = (scheduled, best) {
+            let _ = writeln!(
+                text,
+                "- {level} clients: scheduled is {:.2} of the best of plain and fixed",
+                scheduled / best
+            );
+        }
+    }
+    text
+}
+
+/// A figure over the number of clients, one line per schedule.
+fn plot(levels: &[usize], servers: &[(&str, &str)], rows: &[Value], key: &str, title: &str) -> String {
     const COLOURS: [&str; 6] = ["#6b7280", "#2f6fb3", "#c2742b", "#1f8a58", "#8a4fb0", "#c03f3f"];
-    let most = rows.iter().filter_map(|row| row["tokens_per_s"].as_f64()).fold(1.0, f64::max);
+    let most = rows.iter().filter_map(|row| row[key].as_f64()).fold(f64::MIN_POSITIVE, f64::max);
+    let decimals = if most < 10.0 { 2 } else { 0 };
     let x = |i: usize| 50.0 + 420.0 * i as f64 / (levels.len().max(2) - 1) as f64;
     let y = |value: f64| 270.0 - 240.0 * value / most;
     let mut svg = "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 620 320\" font-family=\"sans-serif\" \
@@ -183,17 +225,20 @@ fn plot(levels: &[usize], servers: &[(&str, &str)], rows: &[Value]) -> String {
         let at = y(value);
         let _ = write!(
             svg,
-            "<path d=\"M50 {at:.1}H470\" stroke=\"#ddd\"/><text x=\"44\" y=\"{:.1}\" text-anchor=\"end\">{value:.0}</text>",
+            "<path d=\"M50 {at:.1}H470\" stroke=\"#ddd\"/><text x=\"44\" y=\"{:.1}\" text-anchor=\"end\">{value:.decimals$}</text>",
             at + 4.0
         );
     }
     for (i, level) in levels.iter().enumerate() {
         let _ = write!(svg, "<text x=\"{:.1}\" y=\"288\" text-anchor=\"middle\">{level}</text>", x(i));
     }
-    svg.push_str("<text x=\"260\" y=\"308\" text-anchor=\"middle\">clients</text><text x=\"50\" y=\"18\">tokens per second</text>");
+    let _ = write!(
+        svg,
+        "<text x=\"260\" y=\"308\" text-anchor=\"middle\">clients</text><text x=\"50\" y=\"18\">{title}</text>"
+    );
     for (s, (name, _)) in servers.iter().enumerate() {
         let colour = COLOURS[s % COLOURS.len()];
-        let values = rows.iter().filter(|row| row["schedule"] == *name).filter_map(|row| row["tokens_per_s"].as_f64());
+        let values = rows.iter().filter(|row| row["schedule"] == *name).filter_map(|row| row[key].as_f64());
         let points: Vec<String> = values.enumerate().map(|(i, value)| format!("{:.1},{:.1}", x(i), y(value))).collect();
         let at = 40 + 18 * s;
         let _ = write!(
