@@ -156,7 +156,7 @@ def write(comparison: dict, out: Path) -> None:
         plot(file, plots.lines("Tau while training", unit, series))
     for temperature in comparison["temperatures"]:
         text.append(f"## Temperature {temperature:g}\n")
-        text.append("\n".join(ratios(drafters, labels, temperature)) + "\n")
+        text += [f"{line}\n" for line in ratios(drafters, labels, temperature)]
         text += ["### Tau per set\n", tau_table(drafters, labels, temperature)]
         sets = [found["name"] for found in at(evaluation, temperature)["sets"]]
         groups = [(name, [(label, tau(at(drafter["whole"], temperature)["sets"][place]) or 0.0)

@@ -86,11 +86,14 @@ struct Sums([[[i32; PANEL]; 2]; AMX_ROWS]);
 /// Outputs of one panel for up to 16 rows, before the rows' scales.
 ///
 /// # Safety
-/// [`usable`] has returned true and this thread holds [`Tiles`] for a batch of at least as many rows.
+/// [`usable`] has returned true and this thread holds [`Tiles`] for the batch whose rows from these on are `x.values`.
 #[target_feature(enable = "avx512f,avx512bw")]
 pub(super) unsafe fn tile(panel: Panel<'_>, x: TileRows<'_>, tile: &mut [[f32; PANEL]]) {
     let (depth, count) = (x.depth, x.count);
-    assert!(count <= AMX_ROWS && tile.len() >= count && x.values.len() >= AMX_ROWS * 2 * depth);
+    assert!(count <= AMX_ROWS && tile.len() >= count);
+    // For a batch of at most 8 rows only these are configured; a larger one is padded.
+    let is_whole_batch = count <= AMX_ROWS / 2 && x.values.len() == count * 2 * depth;
+    assert!(is_whole_batch || x.values.len() >= AMX_ROWS * 2 * depth);
     assert!(panel.weights.len() == depth * PANEL && panel.scales.len() == depth.div_ceil(GROUP) * PANEL);
     assert!(panel.sums.len() == panel.scales.len());
     let tile = &mut tile[..count];

@@ -10,6 +10,8 @@
 //! the AMX tile unit read. These multiply unsigned by signed bytes, so there an activation is q + 32896 = 256·high + low,
 //! in two bytes with a sum each; the surplus 32896·Σ q_w is known from the packed weights.
 
+use std::mem::MaybeUninit;
+
 use rayon::prelude::*;
 
 use super::aligned::Aligned;
@@ -109,7 +111,7 @@ pub(super) struct Panel<'a> {
 
 /// Activation rows in 16 bits.
 pub(super) struct Int8Rows {
-    /// Per row, padded to whole AMX tiles: all high bytes, then all low bytes; or pairs of bytes for AVX2 and portable code.
+    /// Per row, for the AMX unit padded to whole tiles: all high bytes, then all low bytes; or pairs of bytes for AVX2 and portable code.
     values: Aligned<u8>,
     scales: Vec<f32>,
     amx: bool,
@@ -200,25 +202,28 @@ impl Int8Panels {
     /// Rounds activation rows to 16 bits.
     pub(super) fn quantise(&self, x: Rows<'_>) -> Int8Rows {
         let depth = self.depth;
-        let padded = x.count.next_multiple_of(AMX_ROWS);
+        let amx = self.level == IntLevel::Amx && x.count >= AMX_FROM;
+        // The unit is configured for the few rows of a small batch, and reads whole tiles of a larger one.
+        let padded = if amx && x.count > AMX_ROWS / 2 { x.count.next_multiple_of(AMX_ROWS) } else { x.count };
         // SAFETY: the shares below write every row, the ones that pad included.
         let mut values = unsafe { Aligned::<u8>::unfilled(padded * 2 * depth) };
         let mut scales = vec![0f32; x.count];
         let round = if self.level.splits_bytes() { round_split } else { round_pairs };
-        let (out, out_scales) = (Shared::new(values.start()), Shared::new(scales.as_mut_ptr()));
+        let (out, out_scales) = (Shared::new(values.start().cast()), Shared::new(scales.as_mut_ptr()));
         let shares = if x.count * depth < 1 << 15 { 1 } else { threads::count() };
         threads::run(shares, |share| {
             for i in padded * share / shares..padded * (share + 1) / shares {
                 // SAFETY: rows lie inside the arrays, and each is written by exactly one share.
-                unsafe {
-                    let values = out.zeros(i * 2 * depth, 2 * depth);
-                    if i < x.count {
-                        out_scales.write(i, &[round(x.row(i), values)]);
-                    }
+                let values = unsafe { out.part(i * 2 * depth, 2 * depth) };
+                let row = if i < x.count { x.row(i) } else { &[] };
+                let scale = round(row, values);
+                if i < x.count {
+                    // SAFETY: as above.
+                    unsafe { out_scales.write(i, &[scale]) };
                 }
             }
         });
-        Int8Rows { values, scales, amx: self.level == IntLevel::Amx && x.count >= AMX_FROM }
+        Int8Rows { values, scales, amx }
     }
 
     /// Outputs of one panel for rows `first..first + count`, at most [`Int8Rows::tile_rows`] of them, before the rows'
@@ -261,28 +266,37 @@ fn rounded(x: f32, inverse: f32) -> u16 {
 }
 
 multiversion! {
-    /// Rounds a row to high bytes, then low bytes, of q + 32896; returns its scale, NaN for a row that holds one.
-    fn round_split(x: &[f32], out: &mut [u8]) -> f32 {
+    /// Rounds a row to high bytes, then low bytes, of q + 32896, with zeros at the end of both where the row is shorter; returns its
+    /// scale, NaN for a row that holds one.
+    fn round_split(x: &[f32], out: &mut [MaybeUninit<u8>]) -> f32 {
         let largest = magnitude(x);
         let inverse = if largest > 0.0 { MOST / largest } else { 0.0 };
         let (high, low) = out.split_at_mut(out.len() / 2);
+        let ((high, high_end), (low, low_end)) = (high.split_at_mut(x.len()), low.split_at_mut(x.len()));
         for ((x, high), low) in x.iter().zip(high).zip(low) {
             let shifted = rounded(*x, inverse).wrapping_add(SHIFT as u16);
-            *high = (shifted >> 8) as u8;
-            *low = shifted as u8;
+            high.write((shifted >> 8) as u8);
+            low.write(shifted as u8);
         }
+        high_end.fill(MaybeUninit::new(0));
+        low_end.fill(MaybeUninit::new(0));
         largest / MOST
     }
 }
 
 multiversion! {
-    /// Rounds a row to pairs of bytes that hold q; returns its scale, NaN for a row that holds one.
-    fn round_pairs(x: &[f32], out: &mut [u8]) -> f32 {
+    /// Rounds a row to pairs of bytes that hold q, with zeros at the end where the row is shorter; returns its scale, NaN for a row
+    /// that holds one.
+    fn round_pairs(x: &[f32], out: &mut [MaybeUninit<u8>]) -> f32 {
         let largest = magnitude(x);
         let inverse = if largest > 0.0 { MOST / largest } else { 0.0 };
-        for (x, out) in x.iter().zip(out.chunks_exact_mut(2)) {
-            out.copy_from_slice(&rounded(*x, inverse).to_ne_bytes());
+        let (pairs, end) = out.split_at_mut(2 * x.len());
+        for (x, pair) in x.iter().zip(pairs.chunks_exact_mut(2)) {
+            let [first, second] = rounded(*x, inverse).to_ne_bytes();
+            pair[0].write(first);
+            pair[1].write(second);
         }
+        end.fill(MaybeUninit::new(0));
         largest / MOST
     }
 }

@@ -53,7 +53,7 @@ pub(super) struct StepTimes {
     pub(super) rows: usize,
     /// Seconds of the pass.
     pub(super) target_s: f64,
-    /// Seconds of accepting and committing.
+    /// Seconds of accepting and committing, and of what the caller did between the steps, such as sending tokens to clients.
     pub(super) other_s: f64,
     /// Blocks drafted, their slots together, and the seconds that this took; `None` where it was not the usual work.
     pub(super) draft: Option<(usize, usize, f64)>,

@@ -102,6 +102,8 @@ pub struct Engine<'a> {
     waiting: VecDeque<Request>,
     times: PhaseTimes,
     round_times: PhaseTimes,
+    /// End of the last step, where it left something to go on with.
+    paused: Option<Instant>,
     rows: u64,
 }
 
@@ -151,6 +153,7 @@ impl<'a> Engine<'a> {
             waiting: VecDeque::new(),
             times: PhaseTimes::default(),
             round_times: PhaseTimes::default(),
+            paused: None,
             rows: 0,
         })
     }
@@ -285,6 +288,7 @@ impl<'a> Engine<'a> {
         let started = Instant::now();
         let mut updates = self.admit();
         if self.active.is_empty() {
+            self.paused = None;
             return Ok(updates);
         }
         let is_reading = self.active.iter().any(Sequence::is_prefilling);
@@ -295,6 +299,7 @@ impl<'a> Engine<'a> {
         if !is_reading {
             self.round_times.add(times);
         }
+        self.paused = (!self.active.is_empty()).then(Instant::now);
         Ok(updates)
     }
 

@@ -30,6 +30,7 @@ impl Engine<'_> {
     /// Runs one step; the time of its draft and of its target pass.
     pub(super) fn round(&mut self) -> Result<(Vec<Update>, PhaseTimes)> {
         let begun = Instant::now();
+        let pause_s = self.paused.map_or(0.0, |ended| (begun - ended).as_secs_f64());
         let Drafts { all, has_backlog } = self.draft()?;
         let drafted = Instant::now();
         let mut room = PREFILL_STEP;
@@ -68,7 +69,7 @@ impl Engine<'_> {
                 load,
                 rows: row_count,
                 target_s: times.target_s,
-                other_s: times.other_s,
+                other_s: pause_s + times.other_s,
                 draft: usual.then(|| (blocks.len(), blocks.iter().sum(), times.draft_s)),
             });
         }
