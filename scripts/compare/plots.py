@@ -1,5 +1,6 @@
 """Small SVG plots: lines over an axis, and groups of horizontal bars. They read on light and dark pages."""
 
+import math
 from html import escape
 
 COLORS = ["#2563eb", "#d9730d", "#0f9d78", "#b0338f", "#8a6d00", "#0891b2", "#c0392b", "#7c8694"]
@@ -9,17 +10,14 @@ WIDTH = 560
 
 
 def ticks(low: float, high: float) -> list[float]:
-    """About five round numbers from `low` to `high`."""
+    """Multiples of 1, 2 or 5 times a power of ten from `low` to `high`, at least four of them where there is room."""
     span = high - low
-    step = 10.0 ** len(str(int(span))) if span >= 1 else 1.0
-    while span / step < 4:
-        step /= 2
-    first = int(low / step) + (low > int(low / step) * step)
-    found = []
-    while first * step <= high + 1e-9:
-        found.append(first * step)
-        first += 1
-    return found
+    if span <= 0:
+        return [low]
+    power = 10.0 ** math.floor(math.log10(span))
+    step = next(factor * power for factor in (1, 0.5, 0.2, 0.1) if span / (factor * power) >= 3.5)
+    first = math.ceil(low / step - 1e-9)
+    return [i * step for i in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
 def page(title: str, height: float, body: list[str]) -> str:
@@ -33,8 +31,9 @@ def legend(names: list[str], y: float) -> list[str]:
             f'<text x="{24 + step * i:.0f}" y="{y:.0f}">{escape(name)}</text>' for i, name in enumerate(names)]
 
 
-def lines(title: str, x_label: str, series: list[tuple[str, list[tuple[float, float]]]]) -> str:
-    """One line per (name, points); the y axis spans the values, with a margin."""
+def lines(title: str, x_label: str, series: list[tuple[str, list[tuple[float, float]]]],
+          y_range: tuple[float, float] | None = None) -> str:
+    """One line per (name, points); the y axis spans the values, with a margin, unless its range is given."""
     points = [point for _, found in series for point in found]
     if not points:
         return page(title + ": nothing was measured", 40, [])
@@ -42,7 +41,7 @@ def lines(title: str, x_label: str, series: list[tuple[str, list[tuple[float, fl
     xs, ys = [x for x, _ in points], [y for _, y in points]
     low_x, high_x = min(xs), max(max(xs), min(xs) + 1e-9)
     margin = 0.08 * max(max(ys) - min(ys), 0.05)
-    low_y, high_y = max(0.0, min(ys) - margin), max(ys) + margin
+    low_y, high_y = y_range or (max(0.0, min(ys) - margin), max(ys) + margin)
 
     def place(x: float, y: float) -> tuple[float, float]:
         return (left + (x - low_x) / (high_x - low_x) * (WIDTH - left - right),

@@ -72,6 +72,15 @@ def tau_table(drafters: list[dict], labels: list[str], temperature: float) -> st
     return table(["set", "prompts", "n-gram lookup", *labels, *[f"{label} with lookup" for label in labels]], rows)
 
 
+def tau_bars(drafters: list[dict], labels: list[str], temperature: float, place: int) -> list[tuple[str, float]]:
+    """Tau of the lookup, of each drafter and of each with the lookup, in one group of prompts."""
+    found = [("n-gram lookup", tau(places(drafters[0]["whole"], temperature)[place], "ngram"))]
+    for kind, suffix in (("draft", ""), ("hybrid", " + lookup")):
+        found += [(label + suffix, tau(places(drafter["whole"], temperature)[place], kind))
+                  for drafter, label in zip(drafters, labels)]
+    return [(name, value or 0.0) for name, value in found]
+
+
 def positions(drafter: dict, temperature: float) -> list[dict]:
     found = proposer(at(drafter["whole"], temperature)["all"], "draft")
     return found["acceptance"]["positions"] if found else []
@@ -159,14 +168,13 @@ def write(comparison: dict, out: Path) -> None:
         text += [f"{line}\n" for line in ratios(drafters, labels, temperature)]
         text += ["### Tau per set\n", tau_table(drafters, labels, temperature)]
         sets = [found["name"] for found in at(evaluation, temperature)["sets"]]
-        groups = [(name, [(label, tau(at(drafter["whole"], temperature)["sets"][place]) or 0.0)
-                          for drafter, label in zip(drafters, labels)]) for place, name in enumerate(sets)]
+        groups = [(name, tau_bars(drafters, labels, temperature, 1 + place)) for place, name in enumerate(sets)]
         plot(f"tau_sets_t{temperature:g}.svg", plots.bars(f"Tau per set at temperature {temperature:g}", groups))
         text += ["### Conditional acceptance per position, given all before it\n", conditional_table(drafters, labels, temperature)]
         series = [(label, [(found["k"], found["conditional_rate"]) for found in positions(drafter, temperature)
                            if found["conditional_rate"] is not None]) for drafter, label in zip(drafters, labels)]
         plot(f"conditional_t{temperature:g}.svg",
-             plots.lines(f"Conditional acceptance at temperature {temperature:g}", "position in the block", series))
+             plots.lines(f"Conditional acceptance at temperature {temperature:g}", "position in the block", series, (0.0, 1.0)))
         text += ["### Measured speed against plain decoding [95 %], one sequence at a time, adaptive lengths\n", speed_table(drafters, labels, temperature)]
     text += ["## Confidence before and after calibration\n", calibration_table(drafters, labels)]
     text.append("## What was run\n")
