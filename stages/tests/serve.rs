@@ -150,7 +150,12 @@ fn metric(address: SocketAddr, name: &str) -> f64 {
 /// Waits until the server holds no request.
 fn wait_until_idle(address: SocketAddr) {
     let begun = Instant::now();
-    while metric(address, "vllm:num_requests_running") + metric(address, "vllm:num_requests_waiting") > 0.0 {
+    let mut looks = 0;
+    // Requests on their way to the engine are in no count yet: it has to be idle for a while.
+    while looks < 10 {
+        let is_idle =
+            metric(address, "vllm:num_requests_running") + metric(address, "vllm:num_requests_waiting") == 0.0;
+        looks = if is_idle { looks + 1 } else { 0 };
         assert!(begun.elapsed() < Duration::from_secs(30), "requests are left");
         thread::sleep(Duration::from_millis(20));
     }
