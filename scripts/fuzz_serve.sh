@@ -27,7 +27,9 @@ start_server "$model" "$@" --context 256 --queue 64
 
 # Three operations take a body; the others have nothing to vary. Not everything that the document allows is taken: some fields go only
 # with others, as `best_of` with an equal `n`, which a schema cannot say.
-"$venv/bin/st" run "$url/openapi.json" --seed "${SEED:-1}" --max-examples $(((${REQUESTS:-10000} + 2) / 3)) \
+# It keeps files where it runs.
+cd "$venv"
+bin/st run "$url/openapi.json" --seed "${SEED:-1}" --max-examples $(((${REQUESTS:-10000} + 2) / 3)) \
     --checks all --exclude-checks positive_data_acceptance --request-timeout 120 --max-failures 20 --suppress-health-check all --generation-database none --no-color
 
 [ "$(curl --silent --output /dev/null --write-out '%{http_code}' "$url/health")" = 200 ]

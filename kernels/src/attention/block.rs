@@ -93,7 +93,8 @@ impl BlockAttention {
     }
 
     fn check(&self, qkv: [&Rows<'_>; 3]) -> Result<()> {
-        self.heads.check("block attention", (self.block_rows, self.context_rows + self.block_rows), qkv)
+        let shapes = qkv.map(|rows| [rows.count, rows.cols]);
+        self.heads.check("block attention", (self.block_rows, self.context_rows + self.block_rows), shapes)
     }
 
     #[cfg(feature = "cuda")]
@@ -231,9 +232,7 @@ impl CustomOp3 for BlockAttentionBackward {
             let own = sequence.rows.clone().map(|row| pattern.context_rows + row);
             all.place(part, sequence.rows.clone(), sequence.context.clone().chain(own));
         }
-        let values = all.into_values();
-        let len = values.len();
-        Ok((CpuStorage::F32(values), Shape::from(len)))
+        Ok(all.into_storage())
     }
 
     #[cfg(feature = "cuda")]

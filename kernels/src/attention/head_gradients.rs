@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use candle_core::{Result, Tensor};
+use candle_core::{CpuStorage, Result, Shape, Tensor};
 
 use super::HeadLayout;
 use super::row::{backward_row, both};
@@ -110,9 +110,10 @@ impl AllGradients {
         }
     }
 
-    /// The array.
-    pub(super) fn into_values(self) -> Vec<f32> {
-        self.values
+    /// The array, as an operation returns it.
+    pub(super) fn into_storage(self) -> (CpuStorage, Shape) {
+        let shape = Shape::from(self.values.len());
+        (CpuStorage::F32(self.values), shape)
     }
 }
 

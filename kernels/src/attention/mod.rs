@@ -16,8 +16,6 @@ pub mod ttt;
 
 use candle_core::{Result, bail};
 
-use crate::rows::Rows;
-
 /// Sizes shared by the queries, keys and values of one call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct HeadLayout {
@@ -39,19 +37,14 @@ impl HeadLayout {
         1.0 / (self.head_dim as f32).sqrt()
     }
 
-    /// Fails where queries, keys and values are not `rows` and twice `keys` rows of this layout; `what` is for the message.
-    fn check(&self, what: &str, (rows, keys): (usize, usize), [q, k, v]: [&Rows<'_>; 3]) -> Result<()> {
+    /// Fails where the shapes of queries, keys and values are not `rows` and twice `keys` rows of this layout; `what` is for the
+    /// message.
+    pub(crate) fn check(&self, what: &str, (rows, keys): (usize, usize), [q, k, v]: [[usize; 2]; 3]) -> Result<()> {
         let Self { heads, kv_heads, head_dim } = *self;
-        let width = kv_heads * head_dim;
-        if [q.count, q.cols, k.count, k.cols, v.count, v.cols] != [rows, heads * head_dim, keys, width, keys, width] {
+        let expected = [keys, kv_heads * head_dim];
+        if [q, k, v] != [[rows, heads * head_dim], expected, expected] {
             bail!(
-                "{what} of {rows} rows over {keys} keys, {heads}/{kv_heads} heads of {head_dim} got q [{}, {}], k [{}, {}], v [{}, {}]",
-                q.count,
-                q.cols,
-                k.count,
-                k.cols,
-                v.count,
-                v.cols
+                "{what} of {rows} rows over {keys} keys, {heads}/{kv_heads} heads of {head_dim} got q {q:?}, k {k:?}, v {v:?}"
             );
         }
         Ok(())

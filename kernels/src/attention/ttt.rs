@@ -132,7 +132,8 @@ impl Op {
     }
 
     fn check(&self, qkv: [&Rows<'_>; 3]) -> Result<()> {
-        self.pattern.heads.check("ttt-attention", (self.at_work.len(), self.key_rows()), qkv)
+        let shapes = qkv.map(|rows| [rows.count, rows.cols]);
+        self.pattern.heads.check("ttt-attention", (self.at_work.len(), self.key_rows()), shapes)
     }
 
     /// The two stretches of key rows that row `place` of those at work sees.
@@ -235,8 +236,6 @@ impl CustomOp3 for Backward {
             let own = rows + at_work.start * later..rows + at_work.end * later;
             all.place(part, at_work.clone(), sequence.clone().chain(own));
         }
-        let values = all.into_values();
-        let len = values.len();
-        Ok((CpuStorage::F32(values), Shape::from(len)))
+        Ok(all.into_storage())
     }
 }

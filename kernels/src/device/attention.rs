@@ -181,25 +181,8 @@ impl BlockCall<'_> {
     }
 
     fn check(&self, q: &View, k: &View, v: &View) -> Result<()> {
-        let HeadLayout { heads, kv_heads, head_dim } = self.heads;
-        let keys = (self.context_rows + self.block_rows, kv_heads * head_dim);
-        if (q.count, q.cols) != (self.block_rows, heads * head_dim)
-            || (k.count, k.cols) != keys
-            || (v.count, v.cols) != keys
-        {
-            bail!(
-                "block attention of {} rows over {} keys, {heads}/{kv_heads} heads of {head_dim} got q [{}, {}], k [{}, {}], v [{}, {}]",
-                self.block_rows,
-                keys.0,
-                q.count,
-                q.cols,
-                k.count,
-                k.cols,
-                v.count,
-                v.cols
-            );
-        }
-        Ok(())
+        let shapes = [q, k, v].map(|rows| [rows.count, rows.cols]);
+        self.heads.check("block attention", (self.block_rows, self.context_rows + self.block_rows), shapes)
     }
 }
 

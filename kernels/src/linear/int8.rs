@@ -215,11 +215,11 @@ impl Int8Panels {
             for i in padded * share / shares..padded * (share + 1) / shares {
                 // SAFETY: rows lie inside the arrays, and each is written by exactly one share.
                 let values = unsafe { out.part(i * 2 * depth, 2 * depth) };
-                let row = if i < x.count { x.row(i) } else { &[] };
-                let scale = round(row, values);
                 if i < x.count {
                     // SAFETY: as above.
-                    unsafe { out_scales.write(i, &[scale]) };
+                    unsafe { out_scales.write(i, &[round(x.row(i), values)]) };
+                } else {
+                    values.fill(MaybeUninit::new(0));
                 }
             }
         });
@@ -233,7 +233,7 @@ impl Int8Panels {
         let panel = self.panel(panel);
         match self.level {
             #[cfg(target_arch = "x86_64")]
-            // SAFETY: the level says that the unit may be used, and the caller has configured it; rows are padded to tiles.
+            // SAFETY: the level says that the unit may be used, and the caller has configured it for the batch of these rows.
             IntLevel::Amx if rows.amx => unsafe { super::amx::tile(panel, x, tile) },
             #[cfg(target_arch = "x86_64")]
             // SAFETY: the level says that the processor has these features.
