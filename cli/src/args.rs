@@ -6,7 +6,9 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
-pub(crate) use decoding::{DecodingArguments, GenerateArguments, PrecisionChoice, ProposerChoice, ServeArguments};
+pub(crate) use decoding::{
+    DecodingArguments, GenerateArguments, PrecisionChoice, ProposerChoice, ReasoningPlace, ServeArguments,
+};
 
 /// Make a language model decode faster without changing its output.
 #[derive(Debug, Parser)]

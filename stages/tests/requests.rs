@@ -58,6 +58,7 @@ fn run(engine: &mut Engine<'_>, requests: Vec<Request>) -> Vec<(Update, Finished
             id: update.id,
             tokens: Vec::new(),
             text: String::new(),
+            reasoning: String::new(),
             logprobs: Vec::new(),
             round: None,
             finished: None,
@@ -77,6 +78,7 @@ fn prompt(case: u32) -> Vec<u32> {
     (0..4 + case % 5).flat_map(|i| [(case * 37 + i % 2 * 11 + 9) % 250, 65 + i % 3]).collect()
 }
 
+/// Case A8, among others: frequency penalties of both signs, with and without drafter.
 #[test]
 fn penalties_and_biases_act_as_in_plain_decoding() {
     let (target, drafter) = (tiny::target(), drafter("decode/dspark_vanilla"));
@@ -155,7 +157,7 @@ fn stop_texts_end_an_answer_where_they_do_in_plain_decoding() {
     let tokenizer = renderer.tokenizer().clone();
     let with_stop = |id: u64, case: u32, stop: Vec<String>| {
         let mut request = request(id, prompt(case), 50);
-        request.options.text = Some(TextOptions { tokenizer: tokenizer.clone(), stop: stop.into() });
+        request.options.text = Some(TextOptions { tokenizer: tokenizer.clone(), stop: stop.into(), reasoning: None });
         request
     };
     let plain = || Engine::scheduled(&target, Schedule::Plain, Sources::Ngram, None, None, (1, CAPACITY)).unwrap();
@@ -186,7 +188,7 @@ fn stop_texts_end_an_answer_where_they_do_in_plain_decoding() {
     }
 }
 
-/// Long requests and short ones on one slot, filled to the last token that it holds.
+/// Case A14: long requests and short ones on one slot, filled to the last token that it holds.
 #[test]
 fn slots_are_used_again_and_to_their_end() {
     let (target, drafter) = (tiny::target(), drafter("decode/dspark_vanilla"));
@@ -217,7 +219,7 @@ fn slots_are_used_again_and_to_their_end() {
     }
 }
 
-/// Nothing is scheduled by a table that is not there.
+/// Case A16: nothing is scheduled by a table that is not there.
 #[test]
 fn a_schedule_without_costs_or_drafter_is_refused() {
     let target = tiny::target();

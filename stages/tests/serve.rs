@@ -22,7 +22,11 @@ use deepspec_stages::serve::{Capacity, ServeOptions, Server};
 use serde_json::{Value, json};
 
 const TEMPLATE: &str = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}\
-{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
+{% if add_generation_prompt %}<|im_start|>assistant\n{% if enable_thinking %}<think>\n{% endif %}{% endif %}";
+/// Ids of the marks around reasoning.
+const THINK: [u32; 2] = [258, 259];
+/// Time that the server of these tests gives to a client.
+const PATIENCE: Duration = Duration::from_millis(1500);
 
 #[derive(Default)]
 struct Log(Mutex<Vec<String>>);
@@ -53,8 +57,11 @@ fn serve<T: Send>(api_key: Option<&str>, client: impl FnOnce(SocketAddr, &Interr
             client(address, &interrupt)
         });
         let (target, drafter) = (tiny::target(), tiny_drafter::drafter("decode/dspark_vanilla"));
-        let renderer = common::byte_renderer(TEMPLATE, &["<|im_start|>", "<|im_end|>"], "<|im_end|>", &[]);
+        let renderer =
+            common::byte_renderer(TEMPLATE, &["<|im_start|>", "<|im_end|>", "<think>", "</think>"], "<|im_end|>", &[]);
         let text = TextSide { renderer, bos: Some(256), pad: None };
+        let marks = text.reasoning_marks().unwrap();
+        assert_eq!([marks.open, marks.close], THINK);
         let proposer = Box::new(DSparkProposer::new(&drafter, target.lm_head(), 3, 200).unwrap());
         let costs =
             StepCosts::new(vec![StepCost { rows: 1, seconds: 1.0 }, StepCost { rows: 9, seconds: 1.4 }]).unwrap();
@@ -66,6 +73,8 @@ fn serve<T: Send>(api_key: Option<&str>, client: impl FnOnce(SocketAddr, &Interr
             api_key: api_key.map(Into::into),
             queue: 2,
             drain: Duration::from_secs(20),
+            reasoning: Some(marks),
+            patience: PATIENCE,
             confidence_threshold: 0.0,
             has_drafter: true,
             description: "a test".into(),
@@ -254,6 +263,103 @@ fn clients_are_answered() {
     });
 }
 
+/// The parts of a chat answer in events, joined: reasoning and content.
+fn chat_parts(events: &[Value]) -> [String; 2] {
+    let part = |name: &str| events.iter().filter_map(|event| event["choices"][0]["delta"][name].as_str()).collect();
+    [part("reasoning_content"), part("content")]
+}
+
+/// Case A18 over the API: the same tokens, with the marks as text and split at them.
+#[test]
+fn reasoning_comes_apart_from_the_answer() {
+    serve(None, |address, _| {
+        // ASCII only, so that no character is cut by a mark, and a mark now and then.
+        let mut bias: serde_json::Map<String, Value> =
+            (128..256).chain(260..320).map(|token| (token.to_string(), json!(-100))).collect();
+        bias.insert(THINK[1].to_string(), json!(11));
+        let (mut split, mut shared) = (0, 0);
+        for seed in 0..40 {
+            let common = json!({
+                "seed": seed, "temperature": 1.3, "max_tokens": 24, "logit_bias": bias, "ignore_eos": true, "logprobs": true,
+            });
+            let mut chat = common.clone();
+            chat["messages"] = json!([{ "role": "user", "content": "<think> a a b a a b" }]);
+            chat["chat_template_kwargs"] = json!({ "enable_thinking": true });
+            let whole = post(address, "/v1/chat/completions", &chat).json();
+            let message = &whole["choices"][0]["message"];
+            let text = |name: &str| message[name].as_str().unwrap_or_default().to_owned();
+            let found = [text("reasoning_content"), text("content")];
+            // What the tokens say.
+            let mut expected = [String::new(), String::new()];
+            let mut part = 0;
+            for entry in whole["choices"][0]["logprobs"]["content"].as_array().unwrap() {
+                match entry["token"].as_str().unwrap() {
+                    "</think>" if part == 0 => part = 1,
+                    // Control tokens have no text.
+                    "<think>" | "</think>" | "<|im_start|>" | "<|im_end|>" => {}
+                    token => expected[part].push_str(token),
+                }
+            }
+            let expected = [expected[0].trim_matches('\n'), expected[1].trim_start_matches('\n')];
+            assert_eq!(found, expected, "seed {seed}");
+            split += usize::from(found.iter().all(|part| !part.is_empty()));
+            chat["stream"] = json!(true);
+            let events = post(address, "/v1/chat/completions", &chat).events();
+            assert_eq!(chat_parts(&events), found, "seed {seed}, streamed");
+            let has_both = |event: &&Value| {
+                let delta = &event["choices"][0]["delta"];
+                delta["reasoning_content"].is_string() && delta["content"].is_string()
+            };
+            shared += events.iter().filter(has_both).count();
+            // Without thinking, the mark of the prompt is not there and nothing is split.
+            chat["chat_template_kwargs"] = json!({ "enable_thinking": false });
+            chat["stream"] = json!(false);
+            let plain = post(address, "/v1/chat/completions", &chat).json();
+            assert!(plain["choices"][0]["message"]["reasoning_content"].is_null(), "seed {seed}: {plain}");
+        }
+        assert!(split > 10, "only {split} answers had both parts");
+        assert!(shared > 0, "no step held the end of the reasoning and the start of the answer");
+    });
+}
+
+/// Case A20: the budget ends inside a character; what was whole is the answer.
+#[test]
+fn a_budget_that_ends_inside_an_emoji_gives_what_was_whole() {
+    serve(None, |address, _| {
+        let bias: serde_json::Map<String, Value> = "👍".bytes().map(|byte| (byte.to_string(), json!(14))).collect();
+        let mut cut = 0;
+        for budget in 1..=40 {
+            let mut body = json!({
+                "messages": [{ "role": "user", "content": "👍👍👍" }], "max_tokens": budget, "seed": budget,
+                "logit_bias": bias, "logprobs": true, "ignore_eos": true,
+            });
+            let reply = post(address, "/v1/chat/completions", &body);
+            assert_eq!(reply.status, 200);
+            let choice = &reply.json()["choices"][0];
+            let entries = choice["logprobs"]["content"].as_array().unwrap();
+            let byte = |entry: &Value| match entry["token"].as_str().unwrap() {
+                control if control.starts_with('<') && control.len() > 1 => Vec::new(),
+                _ => entry["bytes"].as_array().unwrap().iter().map(|byte| byte.as_u64().unwrap() as u8).collect(),
+            };
+            let mut bytes: Vec<u8> = entries.iter().flat_map(byte).collect();
+            let chunks: Vec<_> = bytes.utf8_chunks().collect();
+            if let Some(rest) = chunks.last().map(|chunk| chunk.invalid().to_vec())
+                && !rest.is_empty()
+                && str::from_utf8(&rest).unwrap_err().error_len().is_none()
+            {
+                cut += 1;
+                bytes.truncate(bytes.len() - rest.len());
+            }
+            let expected = String::from_utf8_lossy(&bytes).into_owned();
+            assert_eq!(choice["message"]["content"], expected, "budget {budget}");
+            body["stream"] = json!(true);
+            let events = post(address, "/v1/chat/completions", &body).events();
+            assert_eq!(chat_parts(&events)[1], expected, "budget {budget}, streamed");
+        }
+        assert!(cut > 5, "only {cut} budgets ended inside a character");
+    });
+}
+
 #[test]
 fn wrong_requests_are_told_what_is_wrong() {
     serve(None, |address, _| {
@@ -357,6 +463,71 @@ fn clients_that_leave_free_their_places() {
         let replies: Vec<Reply> = replies.into_iter().map(read).collect();
         assert!(replies.iter().all(|reply| reply.status == 200), "{replies:?}");
         assert!(replies.windows(2).all(|pair| pair[0].json()["choices"] == pair[1].json()["choices"]));
+    });
+}
+
+/// Clients that send a head or a body bit by bit, or nothing, and such as do not read: they hold up nobody, and those who
+/// send are told to leave.
+#[test]
+fn slow_clients_hold_up_nobody() {
+    serve(None, |address, _| {
+        let connect = |sent: &str| {
+            let mut stream = TcpStream::connect(address).unwrap();
+            stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+            stream.write_all(sent.as_bytes()).unwrap();
+            stream
+        };
+        let head =
+            "POST /v1/completions HTTP/1.1\r\nhost: test\r\ncontent-type: application/json\r\ncontent-length: 400\r\n";
+        let slow_heads: Vec<_> = (0..20).map(|_| connect(&head[..30])).collect();
+        let slow_bodies: Vec<_> = (0..20).map(|_| connect(&format!("{head}\r\n{{\"prompt\": "))).collect();
+        let silent: Vec<_> = (0..20).map(|_| connect("")).collect();
+        let stopped_sending = connect(&format!("{head}\r\n{{\"prompt\""));
+        stopped_sending.shutdown(Shutdown::Write).unwrap();
+        // This one never reads.
+        let body =
+            json!({ "prompt": "a b", "max_tokens": 150, "stream": true, "ignore_eos": true, "return_rounds": true });
+        let deaf = post_bytes(address, "/v1/completions", body.to_string().as_bytes());
+
+        let begun = Instant::now();
+        let trickle = thread::scope(|scope| {
+            let slow = &slow_bodies;
+            let trickle = scope.spawn(move || {
+                // A byte now and then does not buy more time.
+                let mut rounds = 0;
+                while begun.elapsed() < 2 * PATIENCE {
+                    for mut stream in slow {
+                        let _ = stream.write_all(b" ");
+                    }
+                    rounds += 1;
+                    thread::sleep(Duration::from_millis(50));
+                }
+                rounds
+            });
+            for _ in 0..5 {
+                let reply = post(address, "/v1/completions", &json!({ "prompt": "a", "max_tokens": 3 }));
+                assert_eq!(reply.status, 200);
+            }
+            assert!(begun.elapsed() < PATIENCE, "others waited for slow ones: {:?}", begun.elapsed());
+            trickle.join().unwrap()
+        });
+        assert!(trickle > 10);
+        let first_line = |mut stream: TcpStream| {
+            let mut bytes = Vec::new();
+            let _ = stream.read_to_end(&mut bytes);
+            String::from_utf8_lossy(&bytes).lines().next().unwrap_or_default().to_owned()
+        };
+        for stream in slow_bodies {
+            assert!(first_line(stream).contains("408"), "a body that does not come");
+        }
+        for stream in slow_heads.into_iter().chain(silent).chain([stopped_sending]) {
+            let line = first_line(stream);
+            assert!(line.is_empty() || line.contains("400") || line.contains("408"), "{line}");
+        }
+        assert!(begun.elapsed() < 10 * PATIENCE, "the server kept slow clients: {:?}", begun.elapsed());
+        drop(deaf);
+        wait_until_idle(address);
+        assert_eq!(get(address, "/health").status, 200);
     });
 }
 
@@ -484,6 +655,7 @@ fn random_requests_do_no_harm() {
     });
 }
 
+/// Case A24.
 #[test]
 fn caches_that_do_not_fit_are_refused_at_the_start() {
     let (target, drafter) = (tiny::target(), tiny_drafter::drafter("decode/dspark_vanilla"));

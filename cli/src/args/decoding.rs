@@ -113,6 +113,15 @@ pub(crate) struct SamplingArguments {
     pub repetition_penalty: f32,
 }
 
+/// Where a model's thinking goes in a chat.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum ReasoningPlace {
+    /// In `reasoning_content`, beside the answer.
+    Apart,
+    /// In the answer, between its marks.
+    Inline,
+}
+
 /// Arguments of `serve`.
 #[derive(Debug, Args)]
 pub(crate) struct ServeArguments {
@@ -140,6 +149,13 @@ pub(crate) struct ServeArguments {
     /// Memory that caches may take, in GB [default: what is free].
     #[arg(long, value_name = "GB", help_heading = "Server")]
     pub memory: Option<f64>,
+    /// Where the thinking of a model with `<think>` tokens goes in chats.
+    #[arg(long, value_enum, default_value_t = ReasoningPlace::Apart, help_heading = "Server")]
+    pub reasoning: ReasoningPlace,
+    /// Lets the chat template ask for thinking, unless a request says otherwise
+    /// (`"chat_template_kwargs": {"enable_thinking": false}`). Drafters trained on answers without it accept less.
+    #[arg(long, help_heading = "Server")]
+    pub thinking: bool,
     /// Seconds that requests in work may take to finish after a signal to stop.
     #[arg(long, value_name = "SECONDS", default_value_t = 30, help_heading = "Server")]
     pub drain: u64,

@@ -98,7 +98,11 @@ fn request(arguments: &GenerateArguments, models: &Models) -> anyhow::Result<Req
                 repetition_penalty: sampling.repetition_penalty,
                 logit_bias: Vec::new(),
             },
-            text: Some(TextOptions { tokenizer: text.tokenizer().clone(), stop: sampling.stop.as_slice().into() }),
+            text: Some(TextOptions {
+                tokenizer: text.tokenizer().clone(),
+                stop: sampling.stop.as_slice().into(),
+                reasoning: None,
+            }),
             ..RequestOptions::default()
         },
     })

@@ -8,10 +8,13 @@ use deepspec_stages::serve::{Capacity, ServeOptions, Server};
 
 use super::decoding::Models;
 use super::setup::{api_key, available_memory};
-use crate::args::ServeArguments;
+use crate::args::{ReasoningPlace, ServeArguments};
 
 /// Share of the free memory that caches may take.
 const SHARE_OF_FREE: f64 = 0.9;
+
+/// Time that clients have for the head of a request, and again for its body.
+const PATIENCE: Duration = Duration::from_secs(30);
 
 /// Serves until a signal.
 ///
@@ -42,15 +45,21 @@ pub(super) fn run(arguments: &ServeArguments, context: Context<'_>) -> anyhow::R
         None => format!("schedule {schedule}; no drafter"),
     };
     context.note(format!("schedule {schedule}, proposals: {}", engine.proposer_name()));
+    let mut text = models.target.text.clone();
+    if arguments.thinking {
+        text.renderer = text.renderer.with_thinking(Some(true));
+    }
     let options = ServeOptions {
         model_name: arguments.model_name.clone().unwrap_or_else(|| models.target.name.clone()),
         api_key,
         queue: arguments.queue,
         drain: Duration::from_secs(arguments.drain),
+        reasoning: text.reasoning_marks().filter(|_| arguments.reasoning == ReasoningPlace::Apart),
+        patience: PATIENCE,
         confidence_threshold: schedule.threshold(),
         has_drafter: drafter.is_some(),
         description,
     };
-    server.run(&mut engine, &models.target.text, &options, context)?;
+    server.run(&mut engine, &text, &options, context)?;
     Ok(())
 }

@@ -34,7 +34,7 @@ pub use schedule::{Schedule, Sources};
 pub use sequence::{FinishReason, Finished, Request, RequestOptions, RequestStats, RoundRecord};
 pub use share::Allocation;
 pub use step_costs::{StepCost, StepCosts};
-pub use text::TextOptions;
+pub use text::{Piece, Reasoning, ReasoningMarks, TextOptions};
 
 use crate::error::{Error, Result};
 use sequence::Sequence;
@@ -80,6 +80,8 @@ pub struct Update {
     pub tokens: Vec<u32>,
     /// Text that has become certain, for requests that want text.
     pub text: String,
+    /// The same of the reasoning, for requests that want it apart.
+    pub reasoning: String,
     /// One entry per token, for requests that want log probabilities.
     pub logprobs: Vec<TokenLogprobs>,
     /// The round that gave the tokens; `None` for the first token, which the prompt gives.
@@ -336,6 +338,7 @@ impl<'a> Engine<'a> {
                     id: sequence.request.id,
                     tokens: Vec::new(),
                     text: String::new(),
+                    reasoning: String::new(),
                     logprobs: Vec::new(),
                     round: None,
                     finished: Some(sequence.finish(FinishReason::Length)),

@@ -13,6 +13,7 @@ use super::adaptive::StepTimes;
 use super::commit::commit;
 use super::draft::{Draft, Drafts};
 use super::sequence::{FinishReason, RoundRecord, Sequence};
+use super::text::Piece;
 use super::{Engine, PREFILL_CHUNK, PREFILL_STEP, PhaseTimes, Update};
 use crate::error::Result;
 
@@ -129,8 +130,8 @@ impl Engine<'_> {
                 let logprobs = logprobs(sequence, &tokens, rows, vocab)?;
                 let text = sequence.text.as_mut();
                 let text = text.map(|text| if reason.is_some() { text.finish() } else { text.take() });
-                let (id, text) = (sequence.request.id, text.unwrap_or_default());
-                updates.push(Update { id, tokens, text, logprobs, round, finished: None });
+                let (id, Piece { text, reasoning }) = (sequence.request.id, text.unwrap_or_default());
+                updates.push(Update { id, tokens, text, reasoning, logprobs, round, finished: None });
             }
             if let Some(features) = features.filter(|_| ended[i].is_none() && kept > 0) {
                 sequence.keep_features(features.narrow(0, first_row, kept)?, window);
@@ -201,5 +202,29 @@ fn record(draft: Draft, accepted: usize, committed: usize, reason: Option<Finish
         confidence_logits: draft.proposal.confidence_logits,
         block: draft.proposal.tokens,
         is_fallback: draft.is_fallback,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use deepspec_models::speculate::Proposal;
+
+    use super::*;
+
+    /// Case A7: a block verified whole that holds the end at its third token counts three tokens, not six.
+    #[test]
+    fn what_comes_after_the_end_is_not_counted() {
+        let draft = || Draft {
+            proposal: Proposal { tokens: vec![10, 11, 99, 20, 21], ..Proposal::default() },
+            admitted: 5,
+            ..Draft::default()
+        };
+        let counts = |record: RoundRecord| (record.proposed, record.accepted, record.committed);
+        assert_eq!(counts(record(draft(), 5, 3, Some(FinishReason::Stop))), (3, 3, 3));
+        // The budget ends there instead: all five were tried.
+        assert_eq!(counts(record(draft(), 5, 3, Some(FinishReason::Length))), (5, 3, 3));
+        // The end is the target's own token after two accepted ones.
+        assert_eq!(counts(record(draft(), 2, 3, Some(FinishReason::Stop))), (5, 2, 3));
+        assert_eq!(counts(record(draft(), 5, 6, None)), (5, 5, 6));
     }
 }

@@ -10,11 +10,15 @@ use deepspec_models::gguf::{Gguf, Vocabulary};
 use serde_json::Value;
 
 use super::{ResolvedModel, fail};
+use crate::engine::ReasoningMarks;
 use crate::error::{Error, Result};
 
 /// Texts of control tokens that end a turn or a document. A GGUF file states one or two ids, often not all of a model.
 const END_TEXTS: &[&str] =
     &["<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|end|>", "<end_of_turn>", "</s>"];
+
+/// Texts of the tokens around a model's reasoning.
+const REASONING_TEXTS: (&str, &str) = ("<think>", "</think>");
 
 /// What turns conversations into a target's tokens and back.
 #[derive(Clone, Debug)]
@@ -41,6 +45,20 @@ impl TextSide {
     /// Ids that end generation: those of the model's files and the token with which the template ends an answer.
     pub fn stop_ids(&self) -> &[u32] {
         self.renderer.stop_ids()
+    }
+
+    /// The tokens around reasoning, where the model has them.
+    pub fn reasoning_marks(&self) -> Option<ReasoningMarks> {
+        let (open, close) = REASONING_TEXTS;
+        Some(ReasoningMarks { open: self.tokenizer().id_of(open)?, close: self.tokenizer().id_of(close)? })
+    }
+
+    /// Whether a prompt leaves the reasoning open: the last mark after its last control token opens it. What comes before
+    /// that token is a conversation, in which marks are anybody's.
+    pub fn opens_reasoning(&self, prompt: &[u32], marks: ReasoningMarks) -> bool {
+        let is_mark = |token: u32| [marks.open, marks.close].contains(&token);
+        let last = prompt.iter().rev().copied().find(|&token| is_mark(token) || self.tokenizer().is_special(token));
+        last == Some(marks.open)
     }
 }
 

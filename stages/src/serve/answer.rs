@@ -65,6 +65,7 @@ impl Usage {
 #[derive(Debug, Clone, Default)]
 pub(super) struct Answer {
     pub(super) text: String,
+    reasoning: String,
     logprobs: Vec<TokenLogprobs>,
     finish: Option<(FinishReason, Option<String>)>,
     rounds: Vec<Value>,
@@ -74,6 +75,7 @@ impl Answer {
     /// Takes in an update; `rounds` are kept where the client wants them.
     pub(super) fn add(&mut self, update: &Update, tokenizer: &Tokenizer, returns_rounds: bool) {
         self.text.push_str(&update.text);
+        self.reasoning.push_str(&update.reasoning);
         self.logprobs.extend(shown_logprobs(update).iter().cloned());
         if let Some(done) = &update.finished {
             self.finish = Some((done.reason, done.stop_text.clone()));
@@ -98,6 +100,9 @@ impl Answer {
         match form {
             Form::Chat => {
                 choice["message"] = json!({ "role": "assistant", "content": self.text, "refusal": null });
+                if !self.reasoning.is_empty() {
+                    choice["message"]["reasoning_content"] = json!(self.reasoning);
+                }
             }
             Form::Text | Form::Simple => choice["text"] = json!(self.text),
         }
@@ -120,7 +125,8 @@ pub(super) fn delta(
     let (wants_logprobs, wants_rounds) = wants;
     let logprobs = shown_logprobs(update);
     let round = update.round.as_ref().filter(|_| wants_rounds);
-    if update.text.is_empty() && logprobs.is_empty() && update.finished.is_none() && round.is_none() {
+    let has_text = !update.text.is_empty() || !update.reasoning.is_empty();
+    if !has_text && logprobs.is_empty() && update.finished.is_none() && round.is_none() {
         return None;
     }
     let done = update.finished.as_ref();
@@ -130,8 +136,15 @@ pub(super) fn delta(
         "finish_reason": done.map(|done| done.reason.name()),
     });
     match form {
-        Form::Chat if update.text.is_empty() => choice["delta"] = json!({}),
-        Form::Chat => choice["delta"] = json!({ "content": update.text }),
+        Form::Chat => {
+            // One step may end the reasoning and begin the answer: then both are here.
+            choice["delta"] = json!({});
+            for (name, part) in [("reasoning_content", &update.reasoning), ("content", &update.text)] {
+                if !part.is_empty() {
+                    choice["delta"][name] = json!(part);
+                }
+            }
+        }
         Form::Text | Form::Simple => choice["text"] = json!(update.text),
     }
     if let Some(stop) = done.and_then(|done| done.stop_text.as_ref()) {

@@ -14,15 +14,14 @@ use tokio::sync::{Semaphore, watch};
 
 /// Connections at a time.
 const MOST_CONNECTIONS: usize = 1024;
-/// Time in which the head of a request has to come.
-const HEAD_TIME: Duration = Duration::from_secs(20);
 /// Time that connections get to send what they have at the end.
 const LAST_WORDS: Duration = Duration::from_secs(3);
 
-/// Serves connections until `stop` becomes true.
+/// Serves connections until `stop` becomes true. The head of a request has to come within `patience`.
 pub(super) async fn serve(
     listener: StdListener,
     router: Router,
+    patience: Duration,
     mut stop: watch::Receiver<bool>,
 ) -> std::io::Result<()> {
     let listener = TcpListener::from_std(listener)?;
@@ -43,7 +42,7 @@ pub(super) async fn serve(
         let _ = stream.set_nodelay(true);
         let connection = http1::Builder::new()
             .timer(TokioTimer::new())
-            .header_read_timeout(HEAD_TIME)
+            .header_read_timeout(patience)
             .serve_connection(TokioIo::new(stream), TowerToHyperService::new(router.clone()));
         let connection = graceful.watch(connection);
         tokio::spawn(async move {

@@ -31,7 +31,7 @@ use tokio::sync::watch;
 pub use self::capacity::Capacity;
 use self::engine_thread::{EngineLoop, Shared};
 use self::routes::{App, now, router};
-use crate::engine::Engine;
+use crate::engine::{Engine, ReasoningMarks};
 use crate::error::{Error, Result};
 use crate::model_source::TextSide;
 use crate::progress::Context;
@@ -50,6 +50,10 @@ pub struct ServeOptions {
     pub queue: usize,
     /// Time that requests in work get to finish once the server is told to stop.
     pub drain: Duration,
+    /// Tokens around reasoning, which chats get apart from the answer.
+    pub reasoning: Option<ReasoningMarks>,
+    /// Time that a client has for sending the head of a request, and again for its body.
+    pub patience: Duration,
     /// Confidence that proposed tokens need to be verified; 0 for no such rule.
     pub confidence_threshold: f32,
     /// Whether there is a trained drafter, to be judged by what is accepted.
@@ -100,6 +104,8 @@ impl Server {
             context: engine.capacity(),
             model_name: options.model_name.clone(),
             created: now(),
+            reasoning: options.reasoning,
+            patience: options.patience,
             threshold: options.confidence_threshold,
             key_hash: options.api_key.as_ref().map(|key| Sha256::digest(key.as_bytes()).into()),
             next_id: AtomicU64::new(1),
@@ -112,7 +118,7 @@ impl Server {
             }),
         };
         let (stop, stops) = watch::channel(false);
-        let connections = connections(self.listener, router(Arc::new(app)), stops)?;
+        let connections = connections(self.listener, router(Arc::new(app)), options.patience, stops)?;
         ctx.note(format!("listening on http://{}; the page is at /, the API at /v1", self.address));
         EngineLoop::new(engine, shared, options.has_drafter).run(&orders, options.drain, ctx);
         // Requests that have come too late are told so.
@@ -129,11 +135,12 @@ impl Server {
 fn connections(
     listener: TcpListener,
     router: axum::Router,
+    patience: Duration,
     stops: watch::Receiver<bool>,
 ) -> Result<thread::JoinHandle<std::io::Result<()>>> {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(THREADS).enable_all().build()?;
     let serve = move || {
-        let ended = runtime.block_on(http::serve(listener, router, stops));
+        let ended = runtime.block_on(http::serve(listener, router, patience, stops));
         runtime.shutdown_background();
         ended
     };

@@ -68,6 +68,8 @@ pub(super) struct ApiRequest {
     pub(super) seed: Option<u64>,
     pub(super) max_tokens: Option<usize>,
     pub(super) stop: Arc<[String]>,
+    /// What the chat template is told of thinking; `None` leaves it to the server.
+    pub(super) thinks: Option<bool>,
     pub(super) stop_token_ids: Vec<u32>,
     pub(super) ignores_eos: bool,
     pub(super) logprobs: Option<usize>,
@@ -109,6 +111,7 @@ impl ApiRequest {
             seed: fields.integer("seed", i64::MIN..=i64::MAX)?.map(|seed| seed as u64),
             max_tokens: max_tokens(form, &mut fields)?,
             stop: fields.texts("stop", MOST_STOPS)?.into(),
+            thinks: if form == Form::Chat { enable_thinking(&mut fields)? } else { None },
             stop_token_ids: match fields.take("stop_token_ids") {
                 None => Vec::new(),
                 Some(value) => token_ids("stop_token_ids", value)?,
@@ -281,6 +284,15 @@ fn logprobs(form: Form, fields: &mut Fields) -> Read<Option<usize>> {
     }
 }
 
+/// The only argument that the chat template takes from a request.
+fn enable_thinking(fields: &mut Fields) -> Read<Option<bool>> {
+    let Some(value) = fields.take("chat_template_kwargs") else { return Ok(None) };
+    let mut arguments = Fields::of("chat_template_kwargs", value)?;
+    let thinks = arguments.flag("enable_thinking")?;
+    arguments.finish(&[])?;
+    Ok(thinks)
+}
+
 fn includes_usage(fields: &mut Fields, streams: bool) -> Read<bool> {
     let Some(value) = fields.take("stream_options") else { return Ok(false) };
     if !streams {
@@ -371,13 +383,14 @@ mod tests {
             "max_completion_tokens": 7, "presence_penalty": 1, "frequency_penalty": -2, "repetition_penalty": 1.1,
             "logit_bias": {"5": -100}, "logprobs": true, "top_logprobs": 3, "stream": true, "model": "m",
             "stream_options": {"include_usage": true}, "user": "me", "tools": [], "response_format": {"type": "text"},
-            "return_rounds": true, "ignore_eos": true, "stop_token_ids": [9], "metadata": {"a": "b"}"#,
+            "return_rounds": true, "ignore_eos": true, "chat_template_kwargs": {"enable_thinking": true}, "stop_token_ids": [9], "metadata": {"a": "b"}"#,
         )
         .unwrap();
         let sampling = SamplingParams { temperature: 0.0, top_k: 5, top_p: 0.9, min_p: 0.1 };
         assert_eq!((request.sampling, request.seed, request.choices), (sampling, Some(-3_i64 as u64), 2));
         assert_eq!((request.stop.len(), request.max_tokens, request.logprobs), (2, Some(7), Some(3)));
         assert_eq!(request.adjustments.logit_bias, [(5, -100.0)]);
+        assert_eq!(request.thinks, Some(true));
         assert!(request.streams && request.includes_usage && request.returns_rounds && request.ignores_eos);
     }
 
@@ -401,6 +414,8 @@ mod tests {
             (r#", "tempratur": 1"#, "tempratur"),
             (r#", "seed": 1.5"#, "seed"),
             (r#", "stream": 1"#, "stream"),
+            (r#", "chat_template_kwargs": {"enable_thinking": 1}"#, "chat_template_kwargs.enable_thinking"),
+            (r#", "chat_template_kwargs": {"x": 1}"#, "chat_template_kwargs.x"),
         ] {
             assert_eq!(param(chat(rest)), name, "{rest}");
         }

@@ -27,13 +27,11 @@ use super::engine_thread::{Command, Job, News, Shared, Ticket};
 use super::error::ApiError;
 use super::openai::{ApiRequest, Form, Prompt, too_long};
 use super::stream::{EventWriter, sse};
-use crate::engine::{Request, RequestOptions, TextOptions};
+use crate::engine::{Reasoning, ReasoningMarks, Request, RequestOptions, TextOptions};
 use crate::model_source::TextSide;
 
 /// Largest body of a request.
 const MOST_BYTES: usize = 4 << 20;
-/// Time in which a body has to come.
-const BODY_TIME: Duration = Duration::from_secs(30);
 /// Tokens generated where a completion does not say how many.
 const DEFAULT_TOKENS: usize = 16;
 /// Answers that one request may ask for.
@@ -53,6 +51,10 @@ pub(super) struct App {
     pub(super) model_name: String,
     /// Unix time of the start.
     pub(super) created: u64,
+    /// Time in which a body has to come.
+    pub(super) patience: Duration,
+    /// Tokens around reasoning, where it is to be told apart.
+    pub(super) reasoning: Option<ReasoningMarks>,
     /// Confidence that proposed tokens need.
     pub(super) threshold: f32,
     /// SHA-256 of the key that clients have to send.
@@ -171,7 +173,7 @@ async fn generate(State(app): State<SharedApp>, request: HttpRequest) -> Respons
 }
 
 /// The body of a JSON request, within limits of size and time.
-async fn body(request: HttpRequest) -> Result<Vec<u8>, ApiError> {
+async fn body(request: HttpRequest, patience: Duration) -> Result<Vec<u8>, ApiError> {
     let kind = request.headers().get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok()).unwrap_or_default();
     // A page of another origin may send other types without being asked for leave, but not this one.
     if !kind.split(';').next().unwrap_or_default().trim().eq_ignore_ascii_case("application/json") {
@@ -179,14 +181,14 @@ async fn body(request: HttpRequest) -> Result<Vec<u8>, ApiError> {
             .with_status(StatusCode::UNSUPPORTED_MEDIA_TYPE));
     }
     let collected = Limited::new(request.into_body(), MOST_BYTES).collect();
-    match tokio::time::timeout(BODY_TIME, collected).await {
+    match tokio::time::timeout(patience, collected).await {
         Ok(Ok(body)) => Ok(body.to_bytes().to_vec()),
         Ok(Err(error)) if error.downcast_ref::<LengthLimitError>().is_some() => {
             Err(ApiError::bad(format!("the body is larger than {MOST_BYTES} bytes"))
                 .with_status(StatusCode::PAYLOAD_TOO_LARGE))
         }
         Ok(Err(error)) => Err(ApiError::bad(format!("the body cannot be read: {error}"))),
-        Err(_) => Err(ApiError::bad(format!("the body did not come within {} seconds", BODY_TIME.as_secs()))
+        Err(_) => Err(ApiError::bad(format!("the body did not come within {} seconds", patience.as_secs_f64()))
             .with_status(StatusCode::REQUEST_TIMEOUT)),
     }
 }
@@ -199,7 +201,7 @@ struct Accepted {
 }
 
 async fn answer(app: SharedApp, form: Form, request: HttpRequest) -> Result<Response, ApiError> {
-    let body = body(request).await?;
+    let body = body(request, app.patience).await?;
     let checker = app.clone();
     // A long prompt takes a while to become tokens.
     let accepted = tokio::task::spawn_blocking(move || accept(&checker, form, &body)).await;
@@ -245,10 +247,15 @@ fn accept(app: &App, form: Form, body: &[u8]) -> Result<Accepted, ApiError> {
         stop_ids.extend_from_slice(app.text.stop_ids());
     }
     let stop_ids: Arc<[u32]> = stop_ids.into();
-    let text = TextOptions { tokenizer: app.text.tokenizer().clone(), stop: api.stop.clone() };
     let (mut requests, mut usage) = (Vec::new(), Usage::default());
     for prompt in &api.prompts {
-        let ids = tokens(app, prompt)?;
+        let ids = tokens(app, prompt, api.thinks)?;
+        let marks = app.reasoning.filter(|_| form == Form::Chat);
+        let text = TextOptions {
+            tokenizer: app.text.tokenizer().clone(),
+            stop: api.stop.clone(),
+            reasoning: marks.map(|marks| Reasoning { marks, is_open: app.text.opens_reasoning(&ids, marks) }),
+        };
         let room = app.context.saturating_sub(ids.len());
         let new = match (api.max_tokens, form) {
             (Some(tokens), _) => tokens,
@@ -297,11 +304,15 @@ fn unknown_token(field: &str, token: u32, vocab_size: usize) -> ApiError {
 }
 
 /// The tokens of a prompt; an empty text is the begin-of-text token, where the model has one.
-fn tokens(app: &App, prompt: &Prompt) -> Result<Vec<u32>, ApiError> {
+fn tokens(app: &App, prompt: &Prompt, thinks: Option<bool>) -> Result<Vec<u32>, ApiError> {
     let refused = |field: &str, error: deepspec_datasets::Error| ApiError::field(field, error.to_string());
     let ids = match prompt {
         Prompt::Chat(messages) => {
-            app.text.renderer.render_prompt(messages, None).map_err(|error| refused("messages", error))?
+            let renderer = match thinks {
+                Some(_) => &app.text.renderer.clone().with_thinking(thinks),
+                None => &app.text.renderer,
+            };
+            renderer.render_prompt(messages, None).map_err(|error| refused("messages", error))?
         }
         Prompt::Text(text) => {
             app.text.tokenizer().encode_with_specials(text).map_err(|error| refused("prompt", error))?
