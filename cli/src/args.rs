@@ -176,6 +176,9 @@ pub(crate) struct TrainArguments {
     /// target layers, and may hold more. The run remembers it.
     #[arg(long, value_name = "DIR")]
     pub cache: Option<PathBuf>,
+    /// Checkpoint of a drafter to start from, such as a released one to tune on one's own prompts; as `--set init.from=DIR`.
+    #[arg(long, value_name = "DIR")]
+    pub init_from: Option<PathBuf>,
 }
 
 /// Arguments of `eval`.

@@ -55,7 +55,8 @@ impl CustomOp2 for SiluMul {
         if gl.dims() != ul.dims() {
             bail!("silu-mul of shapes {:?} and {:?}", gl.dims(), ul.dims());
         }
-        let parallel = gate.count * gate.cols >= threads::WORTH_SHARING;
+        // An exponential and a division count for more than a few instructions.
+        let parallel = gate.count * gate.cols >= threads::WORTH_SHARING / 4;
         let forward = |i: usize, y: &mut [f32]| forward_row(gate.row(i), up.row(i), y);
         let y = threads::new_rows(gate.count, gate.cols, parallel, forward);
         Ok((CpuStorage::F32(y), gl.shape().clone()))

@@ -276,11 +276,11 @@ fn reasoning_comes_apart_from_the_answer() {
         // ASCII only, so that no character is cut by a mark, and a mark now and then.
         let mut bias: serde_json::Map<String, Value> =
             (128..256).chain(260..320).map(|token| (token.to_string(), json!(-100))).collect();
-        bias.insert(THINK[1].to_string(), json!(11));
+        bias.insert(THINK[1].to_string(), json!(15));
         let (mut split, mut shared) = (0, 0);
-        for seed in 0..40 {
+        for seed in 0..30 {
             let common = json!({
-                "seed": seed, "temperature": 1.3, "max_tokens": 24, "logit_bias": bias, "ignore_eos": true, "logprobs": true,
+                "seed": seed, "temperature": 1.3, "max_tokens": 32, "logit_bias": bias, "ignore_eos": true, "logprobs": true,
             });
             let mut chat = common.clone();
             chat["messages"] = json!([{ "role": "user", "content": "<think> a a b a a b" }]);

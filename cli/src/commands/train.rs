@@ -13,7 +13,11 @@ use crate::printer::Printer;
 /// # Errors
 /// As [`Training::set_up`] and [`Training::run`].
 pub(super) fn run(arguments: &TrainArguments, printer: &Printer, context: Context<'_>) -> anyhow::Result<()> {
-    let setup = Setup::new(&arguments.run, true, |_| {})?;
+    let setup = Setup::new(&arguments.run, true, |recipe| {
+        if let Some(from) = &arguments.init_from {
+            recipe.init.from = Some(from.clone());
+        }
+    })?;
     let run = setup.run_dir(context)?;
     if let Some(cache) = &arguments.cache {
         run.share_cache(cache)?;

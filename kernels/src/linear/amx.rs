@@ -8,6 +8,7 @@ use std::arch::x86_64::{
     _mm512_cvtepi16_epi32, _mm512_cvtepi32_ps, _mm512_fmadd_ps, _mm512_load_si512, _mm512_loadu_ps, _mm512_mullo_epi32,
     _mm512_set1_epi32, _mm512_setzero_ps, _mm512_slli_epi32, _mm512_storeu_ps, _mm512_sub_epi32,
 };
+use std::mem::MaybeUninit;
 use std::sync::OnceLock;
 
 use super::int8::{AMX_ROWS, GROUP, Panel, SHIFT, STEP, STEP_BYTES, TileRows};
@@ -138,7 +139,13 @@ unsafe fn scale_and_surplus(panel: Panel<'_>, g: usize, half: usize) -> (__m512,
 /// See [`tile`]; the lengths are checked there.
 #[target_feature(enable = "avx512f,avx512bw")]
 unsafe fn few_rows<const R: usize>(panel: Panel<'_>, x: TileRows<'_>, tile: &mut [[f32; PANEL]]) {
-    let mut sums = Sums([[[0; PANEL]; 2]; AMX_ROWS]);
+    let mut sums = MaybeUninit::<Sums>::uninit();
+    // The unit stores the sums of the batch's rows; the others are read, but not used.
+    let start = sums.as_mut_ptr().cast::<[[i32; PANEL]; 2]>();
+    for row in tile.len()..R {
+        // SAFETY: R ≤ 16.
+        unsafe { start.add(row).write([[0; PANEL]; 2]) };
+    }
     let mut out = [[_mm512_setzero_ps(); R]; 2];
     for g in 0..x.depth.div_ceil(GROUP) {
         // SAFETY: promised by the caller; prefetches may point past the weights.
@@ -146,16 +153,22 @@ unsafe fn few_rows<const R: usize>(panel: Panel<'_>, x: TileRows<'_>, tile: &mut
             asm!("tilezero tmm0", "tilezero tmm1", options(nostack, nomem));
             for step in g * GROUP / STEP..((g + 1) * GROUP).min(x.depth) / STEP {
                 let weights = panel.weights.as_ptr().add(step * STEP_BYTES);
-                prefetch(weights);
+                prefetch(weights, 0);
                 asm!(
                     "tileloadd tmm4, [{x} + {depth}*1]",
                     "tileloadd tmm6, [{w} + {stride}*1]",
                     "tdpbusd tmm0, tmm4, tmm6",
-                    "tileloadd tmm7, [{w} + {stride}*1 + 64]",
-                    "tdpbusd tmm1, tmm4, tmm7",
                     w = in(reg) weights,
                     x = in(reg) x.values.as_ptr().add(step * STEP),
                     depth = in(reg) x.depth,
+                    stride = in(reg) 4 * PANEL,
+                    options(nostack, readonly),
+                );
+                prefetch(weights, 1);
+                asm!(
+                    "tileloadd tmm7, [{w} + {stride}*1 + 64]",
+                    "tdpbusd tmm1, tmm4, tmm7",
+                    w = in(reg) weights,
                     stride = in(reg) 4 * PANEL,
                     options(nostack, readonly),
                 );
@@ -164,12 +177,13 @@ unsafe fn few_rows<const R: usize>(panel: Panel<'_>, x: TileRows<'_>, tile: &mut
                 "tilestored [{sums} + {stride}*1], tmm0",
                 "tilestored [{sums} + {stride}*1 + 64], tmm1",
                 stride = in(reg) 4 * PANEL,
-                sums = in(reg) sums.0.as_mut_ptr(),
+                sums = in(reg) start,
                 options(nostack),
             );
+            let sums = std::slice::from_raw_parts(start, R);
             for (half, out) in [0, 16].into_iter().zip(&mut out) {
                 let (scale, surplus) = scale_and_surplus(panel, g, half);
-                for (out, sums) in out.iter_mut().zip(&sums.0) {
+                for (out, sums) in out.iter_mut().zip(sums) {
                     *out = _mm512_fmadd_ps(combine(sums, half, surplus), scale, *out);
                 }
             }
@@ -189,7 +203,8 @@ unsafe fn few_rows<const R: usize>(panel: Panel<'_>, x: TileRows<'_>, tile: &mut
 /// See [`tile`]; the lengths are checked there.
 #[target_feature(enable = "avx512f,avx512bw")]
 unsafe fn many_rows(panel: Panel<'_>, x: TileRows<'_>, tile: &mut [[f32; PANEL]]) {
-    let mut sums = Sums([[[0; PANEL]; 2]; AMX_ROWS]);
+    let mut sums = MaybeUninit::<Sums>::uninit();
+    let start = sums.as_mut_ptr().cast::<[[i32; PANEL]; 2]>();
     for g in 0..x.depth.div_ceil(GROUP) {
         // SAFETY: promised by the caller; prefetches may point past the weights.
         unsafe {
@@ -197,18 +212,25 @@ unsafe fn many_rows(panel: Panel<'_>, x: TileRows<'_>, tile: &mut [[f32; PANEL]]
             for step in g * GROUP / STEP..((g + 1) * GROUP).min(x.depth) / STEP {
                 let weights = panel.weights.as_ptr().add(step * STEP_BYTES);
                 let values = x.values.as_ptr().add(step * STEP);
-                prefetch(weights);
+                prefetch(weights, 0);
                 asm!(
                     "tileloadd tmm6, [{w} + {stride}*1]",
                     "tileloadd tmm4, [{x} + {depth}*1]",
                     "tdpbusd tmm0, tmm4, tmm6",
+                    w = in(reg) weights,
+                    x = in(reg) values,
+                    depth = in(reg) x.depth,
+                    stride = in(reg) 4 * PANEL,
+                    options(nostack, readonly),
+                );
+                prefetch(weights, 1);
+                asm!(
                     "tileloadd tmm7, [{w} + {stride}*1 + 64]",
                     "tdpbusd tmm1, tmm4, tmm7",
                     "tileloadd tmm5, [{y} + {depth}*1]",
                     "tdpbusd tmm2, tmm5, tmm6",
                     "tdpbusd tmm3, tmm5, tmm7",
                     w = in(reg) weights,
-                    x = in(reg) values,
                     y = in(reg) values.add(AMX_ROWS * x.depth),
                     depth = in(reg) x.depth,
                     stride = in(reg) 4 * PANEL,
@@ -221,13 +243,14 @@ unsafe fn many_rows(panel: Panel<'_>, x: TileRows<'_>, tile: &mut [[f32; PANEL]]
                 "tilestored [{more} + {stride}*1], tmm2",
                 "tilestored [{more} + {stride}*1 + 64], tmm3",
                 stride = in(reg) 4 * PANEL,
-                sums = in(reg) sums.0.as_mut_ptr(),
-                more = in(reg) sums.0.as_mut_ptr().add(AMX_ROWS / 2),
+                sums = in(reg) start,
+                more = in(reg) start.add(AMX_ROWS / 2),
                 options(nostack),
             );
+            let sums = std::slice::from_raw_parts(start, AMX_ROWS);
             for half in [0, 16] {
                 let (scale, surplus) = scale_and_surplus(panel, g, half);
-                for (out, sums) in tile.iter_mut().zip(&sums.0) {
+                for (out, sums) in tile.iter_mut().zip(sums) {
                     let out = out.as_mut_ptr().add(half);
                     let before = if g == 0 { _mm512_setzero_ps() } else { _mm512_loadu_ps(out) };
                     _mm512_storeu_ps(out, _mm512_fmadd_ps(combine(sums, half, surplus), scale, before));
@@ -237,10 +260,10 @@ unsafe fn many_rows(panel: Panel<'_>, x: TileRows<'_>, tile: &mut [[f32; PANEL]]
     }
 }
 
-/// Fetches the weights of a step a few steps ahead.
+/// Fetches one half of the weights of a step a few steps ahead; all at once they would be in the way of the loads.
 #[inline]
-fn prefetch(weights: *const i8) {
-    for line in 0..STEP_BYTES / 64 {
+fn prefetch(weights: *const i8, half: usize) {
+    for line in half * STEP_BYTES / 128..(half + 1) * STEP_BYTES / 128 {
         // SAFETY: a prefetch does not fault.
         unsafe { _mm_prefetch::<_MM_HINT_T0>(weights.wrapping_add(AHEAD * STEP_BYTES + line * 64)) };
     }

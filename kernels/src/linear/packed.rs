@@ -4,6 +4,8 @@
 //! eight bits). Threads share the panels; the kernels of [`super::float`] and [`super::int8`] compute a few rows of one
 //! panel. Every output is computed in one order of operations that does not depend on the number of rows or threads.
 
+use std::ops::Range;
+
 use candle_core::{Result, bail};
 use half::bf16;
 use rayon::prelude::*;
@@ -162,12 +164,13 @@ impl Packed {
         let kernel = self.kernel(x);
         threads::run(shares, |share| {
             let _tiles = kernel.configure();
+            let mut tile = [[0f32; PANEL]; MOST_TILE_ROWS];
             let (from, to) = (panels * share / shares, panels * (share + 1) / shares);
             let mut first = 0;
             while first < x.count {
                 let last = (first + ROWS_PER_PASS).min(x.count);
                 for panel in from..to {
-                    self.panel_rows(&kernel, panel, first, last, &out);
+                    self.panel_rows(&kernel, panel, first..last, &mut tile, &out);
                 }
                 first = last;
             }
@@ -182,24 +185,31 @@ impl Packed {
         }
     }
 
-    fn panel_rows(&self, kernel: &Kernel<'_>, panel: usize, first: usize, last: usize, out: &Shared<f32>) {
+    /// Outputs of one panel for some rows, worked out in `tile`.
+    fn panel_rows(
+        &self,
+        kernel: &Kernel<'_>,
+        panel: usize,
+        rows: Range<usize>,
+        tile: &mut [[f32; PANEL]; MOST_TILE_ROWS],
+        out: &Shared<f32>,
+    ) {
         let column = panel * PANEL;
         let width = PANEL.min(self.outputs - column);
         let span = panel * self.inputs * PANEL..(panel + 1) * self.inputs * PANEL;
-        let mut tile = [[0f32; PANEL]; MOST_TILE_ROWS];
-        let mut row = first;
-        while row < last {
-            let rows = kernel.tile_rows().min(last - row);
+        let Range { start: mut row, end } = rows;
+        while row < end {
+            let rows = kernel.tile_rows().min(end - row);
             match kernel {
                 Kernel::F32 { data, x } => {
                     tile[..rows].fill([0.0; PANEL]);
-                    tile_f32(self.level, &data[span.clone()], &tile_slices(x, row, rows)[..rows], &mut tile);
+                    tile_f32(self.level, &data[span.clone()], &tile_slices(x, row, rows)[..rows], tile);
                 }
                 Kernel::Bf16 { data, x } => {
                     tile[..rows].fill([0.0; PANEL]);
-                    tile_bf16(self.level, &data[span.clone()], &tile_slices(x, row, rows)[..rows], &mut tile);
+                    tile_bf16(self.level, &data[span.clone()], &tile_slices(x, row, rows)[..rows], tile);
                 }
-                Kernel::Int8 { panels, rows: x } => panels.tile(x, panel, row, rows, &mut tile),
+                Kernel::Int8 { panels, rows: x } => panels.tile(x, panel, row, rows, tile),
             }
             for (i, values) in tile[..rows].iter_mut().enumerate() {
                 if let Kernel::Int8 { rows: x, .. } = kernel {
@@ -210,12 +220,18 @@ impl Packed {
                         *value += bias;
                     }
                 }
-                // SAFETY: rows and columns are in range, and each (row, panel) pair is written by exactly one thread.
-                unsafe {
-                    match width {
-                        PANEL => out.write_array((row + i) * self.outputs + column, values),
-                        _ => out.write((row + i) * self.outputs + column, &values[..width]),
-                    }
+            }
+            let at = |i: usize| (row + i) * self.outputs + column;
+            // Two loops: of one, the compiler makes calls of a routine that copies any length.
+            if width == PANEL {
+                for (i, values) in tile[..rows].iter().enumerate() {
+                    // SAFETY: rows and columns are in range, and each (row, panel) pair is written by exactly one thread.
+                    unsafe { out.write_array(at(i), values) };
+                }
+            } else {
+                for (i, values) in tile[..rows].iter().enumerate() {
+                    // SAFETY: as above.
+                    unsafe { out.write(at(i), &values[..width]) };
                 }
             }
             row += rows;
