@@ -136,15 +136,7 @@ pub(super) fn delta(
         "finish_reason": done.map(|done| done.reason.name()),
     });
     match form {
-        Form::Chat => {
-            // One step may end the reasoning and begin the answer: then both are here.
-            choice["delta"] = json!({});
-            for (name, part) in [("reasoning_content", &update.reasoning), ("content", &update.text)] {
-                if !part.is_empty() {
-                    choice["delta"][name] = json!(part);
-                }
-            }
-        }
+        Form::Chat => choice["delta"] = chat_delta(&update.reasoning, &update.text),
         Form::Text | Form::Simple => choice["text"] = json!(update.text),
     }
     if let Some(stop) = done.and_then(|done| done.stop_text.as_ref()) {
@@ -154,6 +146,13 @@ pub(super) fn delta(
         choice["round"] = round_json(round, update, tokenizer);
     }
     Some(choice)
+}
+
+/// The parts that there are: one step may end the reasoning and begin the answer.
+fn chat_delta(reasoning: &str, text: &str) -> Value {
+    let parts = [("reasoning_content", reasoning), ("content", text)];
+    let present = parts.into_iter().filter(|(_, part)| !part.is_empty());
+    Value::Object(present.map(|(name, part)| (name.to_owned(), json!(part))).collect())
 }
 
 /// Log probabilities without that of a final stop token, which has no text.
@@ -213,4 +212,18 @@ fn round_json(round: &RoundRecord, update: &Update, tokenizer: &Tokenizer) -> Va
     });
     let own = update.tokens.get(round.accepted).map(|&token| text(token));
     json!({ "proposed": proposed.collect::<Vec<_>>(), "own": own, "fallback": round.is_fallback })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Case A18, what is sent of it.
+    #[test]
+    fn a_part_may_hold_reasoning_and_answer() {
+        assert_eq!(chat_delta("reason", "answer"), json!({ "reasoning_content": "reason", "content": "answer" }));
+        assert_eq!(chat_delta("", "answer"), json!({ "content": "answer" }));
+        assert_eq!(chat_delta("reason", ""), json!({ "reasoning_content": "reason" }));
+        assert_eq!(chat_delta("", ""), json!({}));
+    }
 }
