@@ -12,15 +12,30 @@ from engines import Engines
 BUILT_IN = environment.ROOT / "datasets" / "prompts" / "eval.jsonl"
 
 
-def compare(engines: Engines, path: Path, decoding: dict) -> dict:
-    """Tokens per second and speedups per domain; `decoding` tells which of llama.cpp's variants decodes fastest."""
+def check(path: Path) -> tuple[dict, dict]:
+    """An evaluation that can be compared with, and its results at temperature 0; before anything is measured."""
     evaluation = json.loads(path.read_text())
     settings = evaluation["recipe"]["eval"]
     if settings.get("batch_size", 1) != 1:
         raise SystemExit("the evaluation ran several prompts at once; llama.cpp's plain decoding runs one")
+    for source in settings["prompts"]:
+        if not prompt_file(source).is_file():
+            raise SystemExit(f"the evaluation's prompts `{source}` are not here; run this where the evaluation ran")
     result = next((t for t in evaluation["temperatures"] if t["temperature"] == 0), None)
     if result is None:
         raise SystemExit(f"`{path.name}` has no results at temperature 0")
+    return evaluation, result
+
+
+def prompt_file(source: str) -> Path:
+    """The file of a set of prompts."""
+    return BUILT_IN if source == "built-in" else Path(source)
+
+
+def compare(engines: Engines, path: Path, decoding: dict) -> dict:
+    """Tokens per second and speedups per domain; `decoding` tells which of llama.cpp's variants decodes fastest."""
+    evaluation, result = check(path)
+    settings = evaluation["recipe"]["eval"]
     prompts = rendered(engines, evaluation)
     side = fastest(engines, decoding)
     spent: dict[str, list[tuple[int, float]]] = {}
@@ -64,7 +79,7 @@ def rendered(engines: Engines, evaluation: dict) -> list[dict]:
     """The evaluation's prompts as tokens; their hash must be the evaluation's."""
     settings, digest, prompts = evaluation["recipe"]["eval"], hashlib.sha256(), []
     for source in settings["prompts"]:
-        path = BUILT_IN if source == "built-in" else Path(source)
+        path = prompt_file(source)
         name = "built-in" if source == "built-in" else path.stem
         for index, row in enumerate(rows(path, settings["limit"], settings["seed"])):
             prompt = engines.deepspec.ask("render", text=row["turns"][0])
