@@ -55,8 +55,7 @@ impl CustomOp2 for SiluMul {
         if gl.dims() != ul.dims() {
             bail!("silu-mul of shapes {:?} and {:?}", gl.dims(), ul.dims());
         }
-        // An exponential and a division count for more than a few instructions.
-        let parallel = gate.count * gate.cols >= threads::WORTH_SHARING / 4;
+        let parallel = gate.count * gate.cols >= threads::DEAR_WORTH_SHARING;
         let forward = |i: usize, y: &mut [f32]| forward_row(gate.row(i), up.row(i), y);
         let y = threads::new_rows(gate.count, gate.cols, parallel, forward);
         Ok((CpuStorage::F32(y), gl.shape().clone()))

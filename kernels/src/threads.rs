@@ -16,6 +16,8 @@ const PATIENCE: Duration = Duration::from_millis(2);
 const LOOKS: usize = 64;
 /// Elements that an operation of a few instructions on each has to have for other threads to be worth waking.
 pub(crate) const WORTH_SHARING: usize = 1 << 14;
+/// The same for dearer operations: an exponential and a division, or two passes, on each element.
+pub(crate) const DEAR_WORTH_SHARING: usize = WORTH_SHARING / 4;
 /// Looks at the last shares of a job before its caller lets other threads run.
 const LOOKS_BEFORE_YIELD: usize = 2048;
 /// Shares of one job at most: an index takes the low half of the state.

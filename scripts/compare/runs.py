@@ -9,6 +9,8 @@ import sys
 import tomllib
 from pathlib import Path
 
+import json_file
+
 # Steps of a timing that warm up and do not count.
 WARM_UP = 2
 # Acceptance is the same in any batch; speed is that of one sequence alone.
@@ -57,7 +59,7 @@ class Drafter:
             self.stage("train", folder, settings, "--cache", cache)
             timing = self.timing(metrics(folder), count)
             shutil.rmtree(folder)
-            write(record, timing)
+            json_file.write(record, timing)
         return max(1, round(60e3 * self.args.minutes / timing["step_ms"])), timing
 
     def timing(self, records: list[dict], count: int) -> dict:
@@ -142,7 +144,7 @@ def settled(args: argparse.Namespace, names: list[str]) -> None:
                      if known.get(key) != value and not (key == "recipes" and set(known[key]) <= set(value))]
         if differing:
             raise Failure(f"{args.work} holds another comparison: {'; '.join(differing)}; give another --work")
-    write(record, asked)
+    json_file.write(record, asked)
 
 
 def prepare(drafters: list[Drafter], args: argparse.Namespace) -> tuple[Path, list[int]]:
@@ -201,12 +203,6 @@ def metrics(run: Path) -> list[dict]:
     """The records of a run's log."""
     lines = (run / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines if line.strip()]
-
-
-def write(path: Path, value: object) -> None:
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(value, indent=1) + "\n")
-    part.rename(path)
 
 
 def call(words: list[object]) -> None:

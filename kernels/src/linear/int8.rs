@@ -210,7 +210,7 @@ impl Int8Panels {
         let mut scales = vec![0f32; x.count];
         let round = if self.level.splits_bytes() { round_split } else { round_pairs };
         let (out, out_scales) = (Shared::new(values.start().cast()), Shared::new(scales.as_mut_ptr()));
-        let shares = if x.count * depth < 1 << 12 { 1 } else { threads::count() };
+        let shares = if x.count * depth < threads::DEAR_WORTH_SHARING { 1 } else { threads::count() };
         threads::run(shares, |share| {
             for i in padded * share / shares..padded * (share + 1) / shares {
                 // SAFETY: rows lie inside the arrays, and each is written by exactly one share.
