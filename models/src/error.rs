@@ -100,6 +100,14 @@ pub enum Error {
     },
 
     // ---- weights ----
+    /// Four-bit precision was asked for, and the file's weights have more bits.
+    #[error("`{}` holds no weights in 4 bits: none of the {layers} linear layers is of the form of Q4_0, Q4_1 or Q4_K", path.display())]
+    NoFourBits {
+        /// Checkpoint.
+        path: PathBuf,
+        /// Layers that were looked at.
+        layers: usize,
+    },
     /// A weight file is damaged, truncated or made to mislead.
     #[error("`{}` is corrupt at byte {offset} ({at}): {problem}", path.display())]
     Corrupt {
@@ -289,6 +297,9 @@ impl Error {
                 "format `deepspec` holds every drafter; for engines train with `draft.qk_norm = true` and dense layers"
             }
             Self::NotStored { .. } => "name the target that the drafter was trained for",
+            Self::NoFourBits { .. } => {
+                "use precision q8, which rounds any weights to 8 bits, or a GGUF file in one of these formats"
+            }
             Self::Corrupt { .. } | Self::Safetensors { .. } => "download or write the file again",
             Self::ShardIndex { .. } => "download all shards and the index from the same revision",
             Self::TensorMissing { .. } | Self::TensorShape { .. } | Self::TensorsUnused { .. } => {

@@ -113,7 +113,16 @@ impl Target {
         let lm_head = Linear::frozen(&[&lm_head], None, precision)?;
         weights.finish()?;
         let rope = rope_frequencies(&config);
-        Ok(Self { config, embed_tokens, layers, norm, lm_head, rope })
+        let target = Self { config, embed_tokens, layers, norm, lm_head, rope };
+        if precision == Precision::Q4 && target.four_bit_bytes() == 0 {
+            return Err(Error::NoFourBits { path: weights.path().to_owned(), layers: target.linears().count() });
+        }
+        Ok(target)
+    }
+
+    /// All linear layers.
+    fn linears(&self) -> impl Iterator<Item = &Linear> {
+        self.layers.iter().flat_map(DecoderLayer::linears).chain([&self.lm_head])
     }
 
     /// The model's configuration.
@@ -138,9 +147,13 @@ impl Target {
 
     /// Bytes of the packed weights that a decoding step reads.
     pub fn weight_bytes(&self) -> usize {
-        let layer =
-            |l: &DecoderLayer| l.qkv_proj.bytes() + l.o_proj.bytes() + l.gate_up_proj.bytes() + l.down_proj.bytes();
-        self.layers.iter().map(layer).sum::<usize>() + self.lm_head.bytes()
+        self.linears().map(Linear::bytes).sum()
+    }
+
+    /// Bytes of those that are in four bits.
+    pub fn four_bit_bytes(&self) -> usize {
+        let is_four_bit = |l: &&Linear| matches!(l, Linear::Frozen { weight } if weight.precision() == Precision::Q4);
+        self.linears().filter(is_four_bit).map(Linear::bytes).sum()
     }
 
     /// An empty cache for this model.
@@ -250,6 +263,10 @@ pub fn select_rows(rows: &Tensor, indices: &[usize]) -> Result<Tensor> {
 }
 
 impl DecoderLayer {
+    fn linears(&self) -> [&Linear; 4] {
+        [&self.qkv_proj, &self.o_proj, &self.gate_up_proj, &self.down_proj]
+    }
+
     fn load(config: &TargetConfig, weights: &Weights, index: usize, precision: Precision) -> Result<Self> {
         let TargetConfig { hidden_size, intermediate_size, head_dim, .. } = *config;
         let (q_width, kv_width) = (config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim);

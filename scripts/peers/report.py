@@ -9,7 +9,7 @@ READING = (
     "row, in deepspec's fastest precision. `spec_over_plain` is tokens per second over plain decoding, per domain."
 )
 # Formats that hold weights alike.
-PAIRS = [("bf16", "F16"), ("q8", "Q8_0"), ("q8", "Q4_1")]
+PAIRS = [("bf16", "F16"), ("q8", "Q8_0"), ("q8", "Q4_1"), ("q4", "Q4_1")]
 
 
 def command(args: argparse.Namespace) -> str:

@@ -44,8 +44,8 @@ fn main() {
         Target::load(TargetConfig::open(&resolved.path).unwrap(), &weights, precision).unwrap()
     };
     let exact = load(Precision::F32);
-    let others = [Precision::Bf16, Precision::Q8].map(|precision| (precision, load(precision)));
-    let mut sums = [Sums::default(), Sums::default(), Sums::default()];
+    let others = [Precision::Bf16, Precision::Q8, Precision::Q4].map(|precision| (precision, load(precision)));
+    let mut sums = [(); 4].map(|()| Sums::default());
     for ids in &documents {
         let reference = log_probabilities(&exact, ids);
         sums[0].add(&reference, &reference, ids);
@@ -58,7 +58,7 @@ fn main() {
         documents.len(),
         sums[0].n
     );
-    for (name, sums) in ["f32", "bf16", "q8"].iter().zip(&sums) {
+    for (name, sums) in ["f32", "bf16", "q8", "q4"].iter().zip(&sums) {
         let n = sums.n as f64;
         println!("{name:9} {:11.4} {:12.2}% {:14.6}", (sums.nll / n).exp(), 100.0 * sums.agree as f64 / n, sums.kl / n);
     }

@@ -61,8 +61,18 @@ pub enum Precision {
     F32,
     /// 2 bytes a weight, rounded to bfloat16.
     Bf16,
-    /// 1 byte a weight with a scale per output and group of inputs; activations in 8 bits too.
+    /// 1 byte a weight with a scale per output and group of inputs; activations in 16 bits.
     Q8,
+    /// Half a byte a weight, for targets whose file holds weights in 4 bits (Q4_0, Q4_1, Q4_K): these stay as they are, other
+    /// weights take 1 byte as in `q8`.
+    Q4,
+}
+
+impl Precision {
+    /// What a drafter is held in beside a target of this precision: a drafter's weights are never in 4 bits.
+    pub fn of_drafter(self) -> Self {
+        if self == Self::Q4 { Self::Q8 } else { self }
+    }
 }
 
 /// `[data]`: where prompts come from and what of them is used.

@@ -34,6 +34,7 @@ pub fn packing(precision: Precision) -> Packing {
         Precision::F32 => Packing::F32,
         Precision::Bf16 => Packing::Bf16,
         Precision::Q8 => Packing::Q8,
+        Precision::Q4 => Packing::Q4,
     }
 }
 
@@ -55,8 +56,14 @@ impl TargetModel {
         let fingerprint = weights.fingerprint(&config);
         let target = Target::load(config, &weights, packing(recipe.precision))?;
         let config = target.config();
+        let in_eight_bits = match recipe.precision {
+            Precision::Q4 => {
+                format!(" ({:.0} MB in 8 bits)", (target.weight_bytes() - target.four_bit_bytes()) as f64 / 1e6)
+            }
+            Precision::F32 | Precision::Bf16 | Precision::Q8 => String::new(),
+        };
         ctx.note(format!(
-            "target {}: {}, {} layers, hidden {}, vocabulary {}, {:.0} MB of {} weights per step, stop ids {:?}, {} kernels on {} threads",
+            "target {}: {}, {} layers, hidden {}, vocabulary {}, {:.0} MB of {} weights per step{}, stop ids {:?}, {} kernels on {} threads",
             resolved.name,
             config.family.model_type(),
             config.num_hidden_layers,
@@ -64,6 +71,7 @@ impl TargetModel {
             config.vocab_size,
             target.weight_bytes() as f64 / 1e6,
             packing(recipe.precision).name(),
+            in_eight_bits,
             text.stop_ids(),
             deepspec_models::instruction_set(),
             rayon::current_num_threads(),

@@ -166,7 +166,7 @@ fn choosers(target: &Target) -> Vec<(&'static str, Adaptive)> {
 #[test]
 fn choosing_lengths_changes_no_token() {
     let drafter = drafter("decode/dspark_vanilla");
-    for precision in [Precision::F32, Precision::Q8] {
+    for precision in [Precision::F32, Precision::Q8, Precision::Q4] {
         let target = target_in(precision);
         let vocab = target.config().vocab_size;
         let requests = || -> Vec<Request> {

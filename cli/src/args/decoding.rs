@@ -43,6 +43,8 @@ pub(crate) enum PrecisionChoice {
     Bf16,
     /// 8-bit integers with scales.
     Q8,
+    /// The 4-bit weights of a GGUF file as they are, others in 8 bits.
+    Q4,
 }
 
 /// Where proposed tokens come from.

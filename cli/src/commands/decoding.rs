@@ -49,7 +49,7 @@ impl Models {
         let folder = if wants_drafter { checkpoint(arguments, run)? } else { None };
         let drafter = match folder {
             Some(folder) => {
-                let drafter = load_drafter_for(&folder, &target, precision)?;
+                let drafter = load_drafter_for(&folder, &target, precision.of_drafter())?;
                 context.note(format!("{}, from `{}`", describe(&drafter.config()), folder.display()));
                 Some(calibration::attach(drafter, &folder, context)?)
             }
@@ -127,6 +127,7 @@ impl From<PrecisionChoice> for Precision {
             PrecisionChoice::F32 => Self::F32,
             PrecisionChoice::Bf16 => Self::Bf16,
             PrecisionChoice::Q8 => Self::Q8,
+            PrecisionChoice::Q4 => Self::Q4,
         }
     }
 }

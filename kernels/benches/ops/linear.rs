@@ -3,12 +3,14 @@
 //! A model's step finds no layer's weights in the cache, so few rows go through as many copies of a layer as memory's peak
 //! was measured with.
 
+use candle_core::Device;
+use candle_core::quantized::{GgmlDType, QTensor};
 use deepspec_kernels::linear::{Linear, Precision};
 
 use crate::machine::READ_BYTES;
 use crate::{Bench, HIDDEN, INTERMEDIATE, VOCAB, Work, random};
 
-const PRECISIONS: [Precision; 3] = [Precision::F32, Precision::Bf16, Precision::Q8];
+const PRECISIONS: [Precision; 4] = [Precision::F32, Precision::Bf16, Precision::Q8, Precision::Q4];
 const SHAPES: [(&str, usize, usize); 5] = [
     ("qkv", HIDDEN, 960),
     ("o", HIDDEN, HIDDEN),
@@ -22,7 +24,9 @@ const ARITHMETIC_ROWS: usize = 16;
 
 pub(crate) fn run(bench: &mut Bench<'_>) {
     for (name, inputs, outputs) in SHAPES {
-        let weight = random(1, outputs, inputs);
+        // Values that four bits hold, for all precisions.
+        let weight = QTensor::quantize(&random(1, outputs, inputs), GgmlDType::Q4_1).unwrap();
+        let weight = weight.dequantize(&Device::Cpu).unwrap();
         for precision in PRECISIONS {
             let precision_name = precision.name();
             let layer = || Linear::frozen(&[&weight], None, precision).unwrap();

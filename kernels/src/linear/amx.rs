@@ -55,18 +55,19 @@ struct TileConfig {
 }
 
 impl Tiles {
-    /// Sets this thread's registers up for batches of `rows`; released when dropped.
+    /// Sets this thread's registers up for batches of `rows`, `inputs` at a time (at most 64); released when dropped.
     ///
     /// Tiles 0–3 hold sums, 4 and 5 activations (a high and a low half for each row), 6 and 7 weights.
     ///
     /// # Safety
     /// [`usable`] has returned true.
-    pub(super) unsafe fn configure(rows: usize) -> Self {
+    pub(super) unsafe fn configure(rows: usize, inputs: usize) -> Self {
         let mut config =
             TileConfig { palette: 1, start_row: 0, reserved: [0; 14], bytes_per_row: [0; 16], rows: [0; 16] };
         config.bytes_per_row[..8].fill(64);
         config.rows[..6].fill((2 * rows).min(16) as u8);
-        config.rows[6..8].fill(16);
+        config.bytes_per_row[4..6].fill(inputs as u16);
+        config.rows[6..8].fill((inputs / 4) as u8);
         // SAFETY: the unit is usable, and the configuration is one that palette 1 allows.
         unsafe { asm!("ldtilecfg [{}]", in(reg) &raw const config, options(nostack, readonly)) };
         Self(())

@@ -28,7 +28,7 @@ pub(super) const STEP: usize = 64;
 /// Bytes of one panel's weights per step.
 pub(super) const STEP_BYTES: usize = STEP * PANEL;
 /// Largest magnitude of a rounded activation: 127·256 + 127.
-const MOST: f32 = 32639.0;
+pub(super) const MOST: f32 = 32639.0;
 /// What makes it unsigned: 128·256 + 128.
 pub(super) const SHIFT: i32 = 32896;
 /// Rows of an AMX tile.
@@ -36,7 +36,7 @@ pub(super) const AMX_ROWS: usize = 16;
 /// Rows of a register tile of VNNI: 6 × 2 bytes × 2 accumulators of 16 lanes.
 const VNNI_ROWS: usize = 6;
 /// Rows from which the tile unit is faster than VNNI.
-const AMX_FROM: usize = 3;
+pub(super) const AMX_FROM: usize = 3;
 
 /// Instruction set of the integer kernels.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -110,10 +110,62 @@ pub(super) struct Panel<'a> {
 }
 
 /// Activation rows in 16 bits.
+pub(super) struct RoundedRows {
+    /// The bytes of each row.
+    pub(super) values: Aligned<u8>,
+    scales: Vec<f32>,
+}
+
+impl RoundedRows {
+    /// Number of rows, without those that pad.
+    pub(super) fn count(&self) -> usize {
+        self.scales.len()
+    }
+
+    /// What the outputs of a row are to be multiplied by.
+    pub(super) fn scale(&self, row: usize) -> f32 {
+        self.scales[row]
+    }
+}
+
+/// Rounds all rows with `round`, which gets a row's number and values, fills its bytes and returns its scale, and adds rows of
+/// zeros up to `padded`.
+pub(super) fn round_rows(
+    x: Rows<'_>,
+    padded: usize,
+    bytes: usize,
+    round: impl Fn(usize, &[f32], &mut [MaybeUninit<u8>]) -> f32 + Sync,
+) -> RoundedRows {
+    // SAFETY: the shares below write every row, the ones that pad included.
+    let mut values = unsafe { Aligned::<u8>::unfilled(padded * bytes) };
+    let mut scales = vec![0f32; x.count];
+    let (out, out_scales) = (Shared::new(values.start().cast()), Shared::new(scales.as_mut_ptr()));
+    let shares = if x.count * x.cols < threads::DEAR_WORTH_SHARING { 1 } else { threads::count() };
+    threads::run(shares, |share| {
+        for i in padded * share / shares..padded * (share + 1) / shares {
+            // SAFETY: rows lie inside the arrays, and each is written by exactly one share.
+            let values = unsafe { out.part(i * bytes, bytes) };
+            if i < x.count {
+                // SAFETY: as above.
+                unsafe { out_scales.write(i, &[round(i, x.row(i), values)]) };
+            } else {
+                values.fill(MaybeUninit::new(0));
+            }
+        }
+    });
+    RoundedRows { values, scales }
+}
+
+/// Number of rows with those that pad: the unit is configured for the few rows of a small batch, and reads whole tiles of a larger
+/// one.
+pub(super) fn padded_rows(count: usize, amx: bool) -> usize {
+    if amx && count > AMX_ROWS / 2 { count.next_multiple_of(AMX_ROWS) } else { count }
+}
+
+/// Activation rows for the eight-bit kernels.
 pub(super) struct Int8Rows {
     /// Per row, for the AMX unit padded to whole tiles: all high bytes, then all low bytes; or pairs of bytes for AVX2 and portable code.
-    values: Aligned<u8>,
-    scales: Vec<f32>,
+    rounded: RoundedRows,
     amx: bool,
 }
 
@@ -135,12 +187,12 @@ impl Int8Rows {
 
     /// Number of rows.
     pub(super) fn count(&self) -> usize {
-        self.scales.len()
+        self.rounded.count()
     }
 
     /// What the outputs of a row are to be multiplied by.
     pub(super) fn scale(&self, row: usize) -> f32 {
-        self.scales[row]
+        self.rounded.scale(row)
     }
 
     /// Rows that the kernels take at a time.
@@ -201,35 +253,16 @@ impl Int8Panels {
 
     /// Rounds activation rows to 16 bits.
     pub(super) fn quantise(&self, x: Rows<'_>) -> Int8Rows {
-        let depth = self.depth;
         let amx = self.level == IntLevel::Amx && x.count >= AMX_FROM;
-        // The unit is configured for the few rows of a small batch, and reads whole tiles of a larger one.
-        let padded = if amx && x.count > AMX_ROWS / 2 { x.count.next_multiple_of(AMX_ROWS) } else { x.count };
-        // SAFETY: the shares below write every row, the ones that pad included.
-        let mut values = unsafe { Aligned::<u8>::unfilled(padded * 2 * depth) };
-        let mut scales = vec![0f32; x.count];
         let round = if self.level.splits_bytes() { round_split } else { round_pairs };
-        let (out, out_scales) = (Shared::new(values.start().cast()), Shared::new(scales.as_mut_ptr()));
-        let shares = if x.count * depth < threads::DEAR_WORTH_SHARING { 1 } else { threads::count() };
-        threads::run(shares, |share| {
-            for i in padded * share / shares..padded * (share + 1) / shares {
-                // SAFETY: rows lie inside the arrays, and each is written by exactly one share.
-                let values = unsafe { out.part(i * 2 * depth, 2 * depth) };
-                if i < x.count {
-                    // SAFETY: as above.
-                    unsafe { out_scales.write(i, &[round(x.row(i), values)]) };
-                } else {
-                    values.fill(MaybeUninit::new(0));
-                }
-            }
-        });
-        Int8Rows { values, scales, amx }
+        let rounded = round_rows(x, padded_rows(x.count, amx), 2 * self.depth, |_, x, out| round(x, out));
+        Int8Rows { rounded, amx }
     }
 
     /// Outputs of one panel for rows `first..first + count`, at most [`Int8Rows::tile_rows`] of them, before the rows'
     /// scales.
     pub(super) fn tile(&self, rows: &Int8Rows, panel: usize, first: usize, count: usize, tile: &mut [[f32; PANEL]]) {
-        let x = TileRows { values: &rows.values[first * 2 * self.depth..], count, depth: self.depth };
+        let x = TileRows { values: &rows.rounded.values[first * 2 * self.depth..], count, depth: self.depth };
         let panel = self.panel(panel);
         match self.level {
             #[cfg(target_arch = "x86_64")]
@@ -249,7 +282,7 @@ impl Int8Panels {
 /// Largest magnitude; NaN if there is one.
 #[inline(always)]
 #[expect(clippy::inline_always, reason = "called inside multiversioned loops")]
-fn magnitude(x: &[f32]) -> f32 {
+pub(super) fn magnitude(x: &[f32]) -> f32 {
     // The bits of magnitudes are ordered as the magnitudes are, and NaN lies above all.
     let mut largest = 0u32;
     for x in x {
@@ -261,7 +294,7 @@ fn magnitude(x: &[f32]) -> f32 {
 /// q in the low 16 bits: 1.5·2²³ shifts the integer part of a sum there, rounded to nearest even.
 #[inline(always)]
 #[expect(clippy::inline_always, reason = "called inside multiversioned loops")]
-fn rounded(x: f32, inverse: f32) -> u16 {
+pub(super) fn rounded(x: f32, inverse: f32) -> u16 {
     (x * inverse + 12_582_912.0).to_bits() as u16
 }
 

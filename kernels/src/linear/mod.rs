@@ -10,8 +10,11 @@
 mod aligned;
 #[cfg(target_arch = "x86_64")]
 mod amx;
+#[cfg(target_arch = "x86_64")]
+mod amx4;
 mod dense;
 mod float;
+mod int4;
 mod int8;
 mod packed;
 
@@ -30,7 +33,7 @@ use crate::rows::Rows;
 /// Most rows for which a row's result on a CUDA device does not depend on the others in the call.
 pub const INVARIANT_ROWS: usize = 64;
 
-/// Name of the instruction set that eight-bit layers use on this machine.
+/// Name of the instruction set that layers of integers use on this machine.
 pub(crate) fn int8_level() -> &'static str {
     int8::IntLevel::detect().name()
 }
@@ -74,7 +77,9 @@ impl Linear {
             let stored = match precision {
                 Precision::F32 => DType::F32,
                 Precision::Bf16 => DType::BF16,
-                Precision::Q8 => bail!("eight-bit weights have no CUDA kernel; choose bf16 or f32"),
+                Precision::Q8 | Precision::Q4 => {
+                    bail!("{} weights have no CUDA kernel; choose bf16 or f32", precision.name())
+                }
             };
             let bias = bias.map(|b| b.to_dtype(DType::F32)?.contiguous()).transpose()?;
             return Ok(Linear::Device { weight: weight.to_dtype(stored)?.contiguous()?, bias });

@@ -1,7 +1,8 @@
 //! Weights packed into panels of 32 outputs, and the walk over rows and panels.
 //!
 //! A panel holds, for each input k, its 32 outputs' weights side by side: `panel[k][0..32]` (four inputs at a time in
-//! eight bits). Threads share the panels; the kernels of [`super::float`] and [`super::int8`] compute a few rows of one
+//! eight bits; see [`super::int4`] for four). Threads share the panels; the kernels of [`super::float`], [`super::int8`] and
+//! [`super::int4`] compute a few rows of one
 //! panel. Every output is computed in one order of operations that does not depend on the number of rows or threads.
 
 use std::ops::Range;
@@ -11,8 +12,11 @@ use half::bf16;
 use rayon::prelude::*;
 
 use super::aligned::Aligned;
+#[cfg(target_arch = "x86_64")]
+use super::amx::Tiles;
 use super::float::{tile_bf16, tile_f32};
-use super::int8::{Int8Panels, Int8Rows};
+use super::int4::{self, Int4Panels, Int4Rows};
+use super::int8::{self, Int8Panels, Int8Rows};
 use crate::rows::Rows;
 use crate::simd::{Level, level};
 use crate::threads::{self, Shared};
@@ -36,6 +40,9 @@ pub enum Precision {
     /// 1 byte a weight with a scale per output and 128 inputs. Activations are rounded to 16 bits per row, sums of a group
     /// are exact integers, scaled and added in f32.
     Q8,
+    /// Half a byte a weight with a step and a minimum per output and 32 inputs, for weights that have this form, such as those of a
+    /// file in Q4_0, Q4_1 or Q4_K: they keep their values. Layers with other weights are packed as `Q8`. Activations as in `Q8`.
+    Q4,
 }
 
 impl Precision {
@@ -45,6 +52,7 @@ impl Precision {
             Self::F32 => "f32",
             Self::Bf16 => "bf16",
             Self::Q8 => "q8",
+            Self::Q4 => "q4",
         }
     }
 }
@@ -54,6 +62,7 @@ enum Panels {
     F32(Aligned<f32>),
     Bf16(Aligned<bf16>),
     Int8(Int8Panels),
+    Int4(Int4Panels),
 }
 
 /// Packed weights of one (or several fused) linear layers.
@@ -113,6 +122,10 @@ impl Packed {
                 Panels::Bf16(data)
             }
             Precision::Q8 => Panels::Int8(Int8Panels::pack(inputs, outputs, row)),
+            Precision::Q4 => match Int4Panels::pack(inputs, outputs, row) {
+                Some(panels) => Panels::Int4(panels),
+                None => Panels::Int8(Int8Panels::pack(inputs, outputs, row)),
+            },
         };
         Ok(Self { panels, bias, inputs, outputs, level: level() })
     }
@@ -127,12 +140,24 @@ impl Packed {
         self.outputs
     }
 
+    /// How the weights are stored, which differs from what was asked for where that was [`Precision::Q4`] and they are not in four
+    /// bits.
+    pub fn precision(&self) -> Precision {
+        match &self.panels {
+            Panels::F32(_) => Precision::F32,
+            Panels::Bf16(_) => Precision::Bf16,
+            Panels::Int8(_) => Precision::Q8,
+            Panels::Int4(_) => Precision::Q4,
+        }
+    }
+
     /// Bytes that the packed weights take.
     pub fn bytes(&self) -> usize {
         match &self.panels {
             Panels::F32(data) => data.len() * 4,
             Panels::Bf16(data) => data.len() * 2,
             Panels::Int8(panels) => panels.bytes(),
+            Panels::Int4(panels) => panels.bytes(),
         }
     }
 
@@ -182,6 +207,7 @@ impl Packed {
             Panels::F32(data) => Kernel::F32 { data, x },
             Panels::Bf16(data) => Kernel::Bf16 { data, x },
             Panels::Int8(panels) => Kernel::Int8 { panels, rows: panels.quantise(x) },
+            Panels::Int4(panels) => Kernel::Int4 { panels, rows: panels.quantise(x) },
         }
     }
 
@@ -210,10 +236,13 @@ impl Packed {
                     tile_bf16(self.level, &data[span.clone()], &tile_slices(x, row, rows)[..rows], tile);
                 }
                 Kernel::Int8 { panels, rows: x } => panels.tile(x, panel, row, rows, tile),
+                Kernel::Int4 { panels, rows: x } => panels.tile(x, panel, row, rows, tile),
             }
             for (i, values) in tile[..rows].iter_mut().enumerate() {
-                if let Kernel::Int8 { rows: x, .. } = kernel {
-                    scale(values, x.scale(row + i));
+                match kernel {
+                    Kernel::F32 { .. } | Kernel::Bf16 { .. } => {}
+                    Kernel::Int8 { rows: x, .. } => scale(values, x.scale(row + i)),
+                    Kernel::Int4 { rows: x, .. } => scale(values, x.scale(row + i)),
                 }
                 if let Some(bias) = &self.bias {
                     for (value, bias) in values.iter_mut().zip(&bias[column..column + width]) {
@@ -244,6 +273,7 @@ enum Kernel<'a> {
     F32 { data: &'a [f32], x: Rows<'a> },
     Bf16 { data: &'a [bf16], x: Rows<'a> },
     Int8 { panels: &'a Int8Panels, rows: Int8Rows },
+    Int4 { panels: &'a Int4Panels, rows: Int4Rows },
 }
 
 impl Kernel<'_> {
@@ -251,17 +281,18 @@ impl Kernel<'_> {
         match self {
             Self::F32 { .. } | Self::Bf16 { .. } => TILE_ROWS,
             Self::Int8 { rows, .. } => rows.tile_rows(),
+            Self::Int4 { rows, .. } => rows.tile_rows(),
         }
     }
 
     /// Prepares this thread.
     #[cfg(target_arch = "x86_64")]
-    fn configure(&self) -> Option<super::amx::Tiles> {
+    fn configure(&self) -> Option<Tiles> {
         match self {
-            Self::Int8 { rows, .. } if rows.amx() => {
-                // SAFETY: rows are meant for the unit only where it is usable.
-                Some(unsafe { super::amx::Tiles::configure(rows.count()) })
-            }
+            // SAFETY: rows are meant for the unit only where it is usable.
+            Self::Int8 { rows, .. } if rows.amx() => Some(unsafe { Tiles::configure(rows.count(), int8::STEP) }),
+            // SAFETY: as above.
+            Self::Int4 { rows, .. } if rows.amx() => Some(unsafe { Tiles::configure(rows.count(), int4::GROUP) }),
             _ => None,
         }
     }
@@ -282,10 +313,13 @@ fn tile_slices<'a>(x: &Rows<'a>, first: usize, rows: usize) -> [&'a [f32]; TILE_
 
 #[cfg(test)]
 mod tests {
+    use candle_core::quantized::{GgmlDType, QTensor};
     use candle_core::{Device, Tensor};
+    use half::f16;
     use proptest::prelude::*;
 
     use super::super::Linear;
+    use super::super::int8::IntLevel;
     use super::*;
 
     fn random(seed: u64, n: usize) -> Vec<f32> {
@@ -327,22 +361,39 @@ mod tests {
                 let w: Vec<f64> = w.chunks(128).flat_map(|group| rounded(group, 127.0)).collect();
                 dot(&mut rounded(x, 32639.0).into_iter(), &mut w.into_iter())
             }
+            Precision::Q4 => dot(&mut rounded(x, 32639.0).into_iter(), &mut w.iter().map(|&w| w.into())),
         }
     }
 
-    const PRECISIONS: [Precision; 3] = [Precision::F32, Precision::Bf16, Precision::Q8];
+    const PRECISIONS: [Precision; 4] = [Precision::F32, Precision::Bf16, Precision::Q8, Precision::Q4];
+
+    /// Weights `[outputs, inputs]`; in four bits with steps and minima of half precision where the precision is `Q4`.
+    fn random_weights(seed: u64, inputs: usize, outputs: usize, precision: Precision) -> Vec<f32> {
+        let mut weights = random(seed, outputs * inputs);
+        if precision == Precision::Q4 {
+            for (i, group) in weights.chunks_mut(inputs).flat_map(|row| row.chunks_mut(32)).enumerate() {
+                let step = f16::from_f32(0.03 + (i % 7) as f32 * 0.01).to_f32();
+                let minimum = f16::from_f32((i % 5) as f32 * 0.1 - 0.6).to_f32();
+                for w in group {
+                    *w = step * ((*w + 1.0) * 7.99).floor() + minimum;
+                }
+            }
+        }
+        weights
+    }
 
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(96))]
         #[test]
         fn matches_f64_and_does_not_depend_on_the_batch(
-            seed in any::<u64>(), rows in 1usize..70, inputs in 1usize..200, outputs in 1usize..140, kind in 0usize..3,
+            seed in any::<u64>(), rows in 1usize..70, inputs in 1usize..200, outputs in 1usize..140, kind in 0usize..4,
         ) {
-            let weights = random(seed, outputs * inputs);
+            let precision = PRECISIONS[kind];
+            let weights = random_weights(seed, inputs, outputs, precision);
             let x = random(seed ^ 1, rows * inputs);
             let bias = random(seed ^ 2, outputs);
-            let precision = PRECISIONS[kind];
             let packed = Packed::new(&[&weights], inputs, Some(bias.clone()), precision).unwrap();
+            prop_assert_eq!(packed.precision(), precision);
             let y = run(&packed, &x, rows);
             for row in 0..rows {
                 let x = &x[row * inputs..(row + 1) * inputs];
@@ -351,8 +402,13 @@ mod tests {
                 for output in 0..outputs {
                     let w = &weights[output * inputs..(output + 1) * inputs];
                     let expected = f64::from(bias[output]) + reference(x, w, precision);
-                    // In eight bits, a value half-way between two steps may fall to either side.
-                    let tolerance = if precision == Precision::Q8 { 1e-3 } else { 1e-4 };
+                    // In eight bits, a value half-way between two steps may fall to either side; in four, where a group has few
+                    // values, another grid than the one that made them may be found, as close as half precision is.
+                    let tolerance = match precision {
+                        Precision::F32 | Precision::Bf16 => 1e-4,
+                        Precision::Q8 => 1e-3,
+                        Precision::Q4 => 1e-2,
+                    };
                     prop_assert!(
                         (f64::from(alone[output]) - expected).abs() < tolerance,
                         "{} against {}",
@@ -381,25 +437,31 @@ mod tests {
                     assert!((a - b).abs() < 1e-4, "{a} against {b}");
                 }
             }
-            let mut packed = Packed::new(&[&weights], inputs, None, Precision::Q8).unwrap();
-            let best = run(&packed, &x, rows);
-            use crate::linear::int8::IntLevel;
-            let lower: &[IntLevel] = match IntLevel::detect() {
-                IntLevel::Amx => &[IntLevel::Vnni, IntLevel::Avx2],
-                IntLevel::Vnni => &[IntLevel::Avx2],
-                IntLevel::Avx2 | IntLevel::Portable => &[],
-            };
-            for &level in lower.iter().chain(&[IntLevel::Portable]) {
-                let Panels::Int8(panels) = &mut packed.panels else { unreachable!("packed in eight bits") };
-                panels.set_level(level);
-                let other = run(&packed, &x, rows);
-                if level == IntLevel::Portable {
-                    assert!(
-                        best.iter().zip(&other).all(|(a, b)| (a - b).abs() < 1e-4),
-                        "portable differs by more than rounding"
-                    );
-                } else {
-                    assert_eq!(best, other, "{level:?} at {rows} rows");
+            for precision in [Precision::Q8, Precision::Q4] {
+                let weights = random_weights(3, inputs, outputs, precision);
+                let mut packed = Packed::new(&[&weights], inputs, None, precision).unwrap();
+                assert_eq!(packed.precision(), precision);
+                let best = run(&packed, &x, rows);
+                let lower: &[IntLevel] = match IntLevel::detect() {
+                    IntLevel::Amx => &[IntLevel::Vnni, IntLevel::Avx2],
+                    IntLevel::Vnni => &[IntLevel::Avx2],
+                    IntLevel::Avx2 | IntLevel::Portable => &[],
+                };
+                for &level in lower.iter().chain(&[IntLevel::Portable]) {
+                    match &mut packed.panels {
+                        Panels::Int8(panels) => panels.set_level(level),
+                        Panels::Int4(panels) => panels.set_level(level),
+                        Panels::F32(_) | Panels::Bf16(_) => unreachable!("packed in integers"),
+                    }
+                    let other = run(&packed, &x, rows);
+                    if level == IntLevel::Portable {
+                        assert!(
+                            best.iter().zip(&other).all(|(a, b)| (a - b).abs() < 1e-4),
+                            "portable differs by more than rounding"
+                        );
+                    } else {
+                        assert_eq!(best, other, "{precision:?} on {level:?} at {rows} rows");
+                    }
                 }
             }
         }
@@ -417,6 +479,33 @@ mod tests {
         x[100] = f32::NAN;
         assert!(run(&packed(Precision::Q8), &x, 1).iter().all(|y| y.is_nan()));
         assert!(run(&packed(Precision::Q8), &vec![0.0; inputs], 1).iter().all(|&y| y == 0.0));
+    }
+
+    #[test]
+    fn four_bit_formats_are_recognised_by_their_values() {
+        let (inputs, outputs) = (512, 40);
+        let (weights, x) = (random(7, inputs * outputs), random(8, inputs));
+        let weights = Tensor::from_vec(weights, (outputs, inputs), &Device::Cpu).unwrap();
+        for (format, precision) in [
+            (GgmlDType::Q4_0, Precision::Q4),
+            (GgmlDType::Q4_1, Precision::Q4),
+            (GgmlDType::Q4K, Precision::Q4),
+            (GgmlDType::Q5_1, Precision::Q8),
+            (GgmlDType::Q6K, Precision::Q8),
+            (GgmlDType::Q8_0, Precision::Q8),
+        ] {
+            let stored = QTensor::quantize(&weights, format).unwrap().dequantize(&Device::Cpu).unwrap();
+            let stored: Vec<f32> = stored.flatten_all().unwrap().to_vec1().unwrap();
+            let packed = Packed::new(&[&stored], inputs, None, Precision::Q4).unwrap();
+            assert_eq!(packed.precision(), precision, "{format:?}");
+            let y = run(&packed, &x, 1);
+            for (y, w) in y.iter().zip(stored.chunks(inputs)) {
+                let expected: f64 = w.iter().zip(&x).map(|(w, x)| f64::from(*w) * f64::from(*x)).sum();
+                // Half precision and 16-bit activations in four bits; rounded weights in eight.
+                let tolerance = if precision == Precision::Q4 { 1e-2 } else { 0.2 };
+                assert!((f64::from(*y) - expected).abs() < tolerance, "{format:?}: {y} against {expected}");
+            }
+        }
     }
 
     #[test]

@@ -6,6 +6,8 @@ use candle_core::{DType, Device, Tensor};
 use deepspec_models::checkpoint;
 use deepspec_models::config::{Family, TargetConfig};
 use deepspec_models::error::Error;
+use deepspec_models::linear::Precision;
+use deepspec_models::target::Target;
 use deepspec_models::weights::{INDEX_FILE, SINGLE_FILE, Weights};
 use serde_json::{Value, json};
 use tempfile::TempDir;
@@ -14,6 +16,20 @@ use super::{
     CPU, Named, assert_same, flat, gguf_name, load_all, parse, tiny_config, tiny_gguf, tiny_tensors, write_bytes,
     write_model,
 };
+
+#[test]
+fn four_bit_precision_needs_weights_in_four_bits() {
+    let json = tiny_config(Family::Llama);
+    let config = parse(&json).unwrap();
+    let folder = TempDir::new().unwrap();
+    let path = folder.path().join("m");
+    write_model(&path, &json, &tiny_tensors(&config));
+    let weights = Weights::open(&path, DType::F32, &CPU).unwrap();
+    let layers = 4 * config.num_hidden_layers + 1;
+    let error = Target::load(config, &weights, Precision::Q4).unwrap_err();
+    assert!(matches!(&error, Error::NoFourBits { layers: found, .. } if *found == layers), "{error}");
+    assert!(error.hint().is_some_and(|hint| hint.contains("q8")));
+}
 
 #[test]
 fn each_dropped_renamed_or_reshaped_tensor_is_named() {

@@ -146,7 +146,7 @@ impl Worker {
 /// Names of the precisions that recipes know.
 fn precisions() -> Vec<&'static str> {
     let is_known = |name: &&str| serde_json::from_value::<Precision>(json!(name)).is_ok();
-    ["f32", "bf16", "q8"].into_iter().filter(is_known).collect()
+    ["f32", "bf16", "q8", "q4"].into_iter().filter(is_known).collect()
 }
 
 fn seconds(times: &[f64]) -> Value {

@@ -106,6 +106,17 @@ fn missing_and_mistyped_keys_are_named() {
 }
 
 #[test]
+fn four_bits_are_for_targets_alone() {
+    let mut recipe = quickstart();
+    recipe.apply_set("target.precision=q4").unwrap();
+    recipe.validate().unwrap();
+    assert_eq!(recipe.target.precision.of_drafter(), Precision::Q8);
+    recipe.apply_set("draft.precision=q4").unwrap();
+    let error = recipe.validate().unwrap_err().to_string();
+    assert!(error.contains("draft.precision") && error.contains("f32, bf16 or q8"), "{error}");
+}
+
+#[test]
 fn overrides_take_toml_bare_text_and_none() {
     let mut recipe = quickstart();
     for assignment in [

@@ -106,6 +106,9 @@ impl Recipe {
     fn check_draft(&self, problems: &mut Problems) {
         let draft = &self.draft;
         problems.at_least_one("draft.num_layers", draft.num_layers as u64);
+        let precision = draft.precision;
+        let is_storable = precision.of_drafter() == precision;
+        problems.check(is_storable, "draft.precision", "q4", "f32, bf16 or q8: no drafter has weights in 4 bits");
         let range = 1..=MAX_BLOCK_SIZE;
         problems.check(range.contains(&draft.block_size), "draft.block_size", draft.block_size, "1 to 256");
         problems.check(
