@@ -13,17 +13,14 @@ use serde_json::{Value, json};
 use tempfile::TempDir;
 
 use super::{
-    CPU, Named, assert_same, flat, gguf_name, load_all, parse, tiny_config, tiny_gguf, tiny_tensors, write_bytes,
-    write_model,
+    CPU, Named, assert_same, flat, gguf_name, golden, load_all, parse, tiny_config, tiny_gguf, tiny_tensors,
+    write_bytes, write_model,
 };
 
 #[test]
 fn four_bit_precision_needs_weights_in_four_bits() {
-    let json = tiny_config(Family::Llama);
-    let config = parse(&json).unwrap();
-    let folder = TempDir::new().unwrap();
-    let path = folder.path().join("m");
-    write_model(&path, &json, &tiny_tensors(&config));
+    let Some(path) = golden("target") else { return };
+    let config = TargetConfig::from_folder(&path).unwrap();
     let weights = Weights::open(&path, DType::F32, &CPU).unwrap();
     let layers = 4 * config.num_hidden_layers + 1;
     let error = Target::load(config, &weights, Precision::Q4).unwrap_err();
