@@ -151,6 +151,16 @@ impl Gguf {
         self.tensors.get(name)
     }
 
+    /// Whether most weights of the layers are in four bits.
+    pub fn is_four_bit(&self) -> bool {
+        let weights = |counts: fn(&TensorInfo) -> bool| -> usize {
+            let layers = self.tensors.iter().filter(|(name, info)| name.starts_with("blk.") && counts(info));
+            layers.map(|(_, info)| info.shape.iter().product::<usize>()).sum()
+        };
+        let four = weights(|info| matches!(info.dtype, Some(GgmlDType::Q4_0 | GgmlDType::Q4_1 | GgmlDType::Q4K)));
+        2 * four > weights(|_| true)
+    }
+
     /// Stored bytes of a tensor, in blocks of its type.
     pub fn tensor_bytes(&self, name: &str) -> Option<&[u8]> {
         self.tensors.get(name).map(|info| &self.map[info.range.clone()])

