@@ -30,7 +30,7 @@ pub mod vocab_loss;
 
 /// Instruction sets that the kernels use on this machine: for floats, then for eight-bit integers.
 pub fn instruction_set() -> String {
-    format!("{}/{}", simd::level().name(), linear::int8_level())
+    format!("{}/{}", simd::level().name(), linear::int_level())
 }
 
 pub use rms_norm::{add_rms_norm, rms_norm};

@@ -104,7 +104,7 @@ impl Target {
     /// Loads and packs a model; every tensor of the checkpoint must be used.
     ///
     /// # Errors
-    /// When a tensor is missing, misshapen or left over.
+    /// When a tensor is missing, misshapen or left over, or the precision is [`Precision::Q4`] and no weights are in four bits.
     pub fn load(config: TargetConfig, weights: &Weights, precision: Precision) -> Result<Self> {
         let TargetEnds { embed_tokens, lm_head, norm } = TargetEnds::load(&config, weights)?;
         let layers = (0..config.num_hidden_layers)

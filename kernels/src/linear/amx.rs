@@ -55,7 +55,8 @@ struct TileConfig {
 }
 
 impl Tiles {
-    /// Sets this thread's registers up for batches of `rows`, `inputs` at a time (at most 64); released when dropped.
+    /// Sets this thread's registers up for batches of `rows`, `inputs` at a time (32 or 64); released when dropped. Compiled code
+    /// does not use them, so they keep what one piece of assembly leaves in them for the next.
     ///
     /// Tiles 0–3 hold sums, 4 and 5 activations (a high and a low half for each row), 6 and 7 weights.
     ///
@@ -92,7 +93,7 @@ struct Sums([[[i32; PANEL]; 2]; AMX_ROWS]);
 #[target_feature(enable = "avx512f,avx512bw")]
 pub(super) unsafe fn tile(panel: Panel<'_>, x: TileRows<'_>, tile: &mut [[f32; PANEL]]) {
     let (depth, count) = (x.depth, x.count);
-    assert!(count <= AMX_ROWS && tile.len() >= count);
+    assert!((1..=AMX_ROWS).contains(&count) && tile.len() >= count);
     // For a batch of at most 8 rows only these are configured; a larger one is padded.
     let is_whole_batch = count <= AMX_ROWS / 2 && x.values.len() == count * 2 * depth;
     assert!(is_whole_batch || x.values.len() >= AMX_ROWS * 2 * depth);

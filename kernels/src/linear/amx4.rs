@@ -31,7 +31,7 @@ struct Sums([[[i32; HALF]; 2]; AMX_ROWS]);
 #[target_feature(enable = "avx512f,avx512bw")]
 pub(super) unsafe fn tile(blocks: &[u8], x: TileRows<'_>, half: usize, tile: &mut [[f32; PANEL]]) {
     let row = 2 * GROUP * x.groups;
-    assert!(x.count <= AMX_ROWS && tile.len() >= x.count && half < 2);
+    assert!((1..=AMX_ROWS).contains(&x.count) && tile.len() >= x.count && half < 2);
     // For a batch of at most 8 rows only these are configured; a larger one is padded.
     let is_whole_batch = x.count <= AMX_ROWS / 2 && x.values.len() == x.count * row;
     assert!(is_whole_batch || x.values.len() >= AMX_ROWS * row);

@@ -1,8 +1,9 @@
 //! Weights in four bits, as they are in GGUF files: panels of 32 outputs, sums in integers.
 //!
 //! A weight is w = d·q + m with q in 0 … 15 and one step d and one minimum m, in half precision, per output and group of 32
-//! inputs. The Q4_0, Q4_1 and Q4_K formats all have this form, so the panels find it again in the values of such a file and
-//! lose nothing; weights that are not of this form are refused ([`Int4Panels::pack`]), never rounded.
+//! inputs. The Q4_0, Q4_1 and Q4_K formats all have this form, so the panels find it again in the values of such a file: those of
+//! Q4_0 and Q4_1 as they are, those of Q4_K, whose steps and minima are products, to half precision. Weights that are not of this
+//! form are refused ([`Int4Panels::pack`]), never rounded to it.
 //!
 //! An activation row is rounded to 16 bits with one scale, as in [`super::int8`]: x ≈ s·(256·high + low), both bytes signed.
 //! The sum of a group is exact in 32-bit integers and in f32, so that y = s · Σ_g (d_g · Σ q·x + m_g · Σ x) has one order of
@@ -79,6 +80,15 @@ impl Int4Rows {
     }
 }
 
+/// The best kernels of this processor.
+fn level() -> IntLevel {
+    match IntLevel::detect() {
+        #[cfg(target_arch = "x86_64")]
+        IntLevel::Avx2 if !is_x86_feature_detected!("f16c") => IntLevel::Portable,
+        level => level,
+    }
+}
+
 /// A few activation rows.
 #[derive(Clone, Copy)]
 pub(super) struct TileRows<'a> {
@@ -90,25 +100,60 @@ pub(super) struct TileRows<'a> {
     pub(super) groups: usize,
 }
 
-/// Step, minimum and the values of a group in steps above the minimum.
-fn four_bits(group: &[f32]) -> Option<(f16, f16, [u8; GROUP])> {
-    let (low, high) = group.iter().fold((f32::INFINITY, f32::NEG_INFINITY), |(l, h), &w| (l.min(w), h.max(w)));
-    let tolerance = low.abs().max(high.abs()) * TOLERANCE;
-    let minimum = f16::from_f32(low);
-    // The values of a group may leave the ends of its scale unused.
-    (1..=15).rev().find_map(|steps| {
-        let step = f16::from_f32((high - low) / steps as f32);
-        let inverse = if step > f16::ZERO { 1.0 / step.to_f32() } else { 0.0 };
-        let mut values = [0; GROUP];
-        for (value, &w) in values.iter_mut().zip(group) {
-            *value = ((w - minimum.to_f32()) * inverse).round().clamp(0.0, 15.0) as u8;
-            let error = f32::from(*value) * step.to_f32() + minimum.to_f32() - w;
-            if error.abs() > tolerance || error.is_nan() {
-                return None;
+/// A group of weights in four bits.
+#[derive(Debug, Clone, Copy)]
+struct Group {
+    /// Negative where the values count down.
+    step: f16,
+    /// The value of 0.
+    minimum: f16,
+    values: [u8; GROUP],
+    /// Largest distance of a value from the weight that it stands for.
+    error: f32,
+}
+
+multiversion! {
+    /// The group's four-bit form, if it has one: the value at either end counts as 0, and the other end is 1 to 15 steps away, as
+    /// the values may leave an end of their scale unused. The closest of all is chosen.
+    fn four_bits(group: &[f32]) -> Option<Group> {
+        let (low, high) = group.iter().fold((f32::INFINITY, f32::NEG_INFINITY), |(l, h), &w| (l.min(w), h.max(w)));
+        let mut weights = [low; GROUP];
+        weights[..group.len()].copy_from_slice(group);
+        let mut best: Option<Group> = None;
+        for steps in (1..=15).rev() {
+            for (from, to) in [(low, high), (high, low)] {
+                let found = spaced(&weights, from, (to - from) / steps as f32);
+                if best.is_none_or(|best| found.error < best.error) {
+                    best = Some(found);
+                }
+                if found.error == 0.0 {
+                    return best;
+                }
             }
         }
-        Some((step, minimum, values))
-    })
+        let most = low.abs().max(high.abs()) * TOLERANCE;
+        // A group with what is not a number has an error that is not one either.
+        best.filter(|best| best.error <= most && most.is_finite())
+    }
+}
+
+/// The group as multiples of a step from a minimum.
+#[inline(always)]
+#[expect(clippy::inline_always, reason = "called inside multiversioned loops")]
+fn spaced(weights: &[f32; GROUP], minimum: f32, step: f32) -> Group {
+    let (minimum, step) = (f16::from_f32(minimum), f16::from_f32(step));
+    let (base, width) = (minimum.to_f32(), step.to_f32());
+    let inverse = if width == 0.0 { 0.0 } else { 1.0 / width };
+    let mut values = [0u8; GROUP];
+    let mut errors = [0f32; GROUP];
+    for ((value, error), &w) in values.iter_mut().zip(&mut errors).zip(weights) {
+        let steps = ((w - base) * inverse).clamp(0.0, 15.0);
+        // 1.5·2²³ shifts the integer part of a sum to the lowest bits.
+        let rounded = steps + 12_582_912.0;
+        *value = rounded.to_bits() as u8;
+        *error = (rounded - 12_582_912.0) * width + base - w;
+    }
+    Group { step, minimum, values, error: magnitude(&errors) }
 }
 
 impl Int4Panels {
@@ -121,8 +166,8 @@ impl Int4Panels {
             (first..(first + HALF).min(outputs)).enumerate().all(|(lane, output)| {
                 let parts = row(output).chunks(GROUP);
                 blocks.chunks_exact_mut(BLOCK).zip(parts).all(|(block, part)| {
-                    let Some((step, minimum, values)) = four_bits(part) else { return false };
-                    for (k, value) in values.into_iter().enumerate() {
+                    let Some(Group { step, minimum, values, .. }) = four_bits(part) else { return false };
+                    for (k, value) in values.into_iter().enumerate().take(part.len()) {
                         block[k / 8 * LINE + lane * 4 + k % 4] |= value << (k / 4 % 2 * 4);
                     }
                     let (_, scales) = block.split_at_mut(LINES * LINE);
@@ -132,7 +177,7 @@ impl Int4Panels {
                 })
             })
         });
-        all.then(|| Self { blocks, groups, level: IntLevel::detect() })
+        all.then(|| Self { blocks, groups, level: level() })
     }
 
     /// Bytes that the panels take.
@@ -175,7 +220,7 @@ impl Int4Panels {
                 // SAFETY: the level says that the processor has these features.
                 IntLevel::Amx | IntLevel::Vnni => unsafe { x86::vnni(blocks, x, half, tile) },
                 #[cfg(target_arch = "x86_64")]
-                // SAFETY: as above; every processor with AVX2 and FMA converts half precision.
+                // SAFETY: as above.
                 IntLevel::Avx2 => unsafe { x86::avx2(blocks, x, half, tile) },
                 _ => portable(blocks, x, half, tile),
             }
@@ -383,40 +428,38 @@ mod x86 {
 mod tests {
     use super::*;
 
-    /// Values as each of the formats makes them.
+    /// Values as each of the formats makes them, with levels of 1 to 13.
     #[test]
     fn groups_of_four_bit_files_are_found_again() {
         let half = |x: f32| f16::from_f32(x).to_f32();
-        let levels: Vec<u8> = (0..GROUP as u8).map(|i| i * 7 % 16).collect();
-        let (d, m) = (half(0.0371), half(-0.213));
-        let q4_1: Vec<f32> = levels.iter().map(|&q| d * f32::from(q) + m).collect();
-        let (step, minimum, values) = four_bits(&q4_1).expect("Q4_1 has this form");
-        assert_eq!((step.to_f32(), minimum.to_f32(), &values[..]), (d, m, &levels[..]));
-        // Q4_0 counts from −8; here the upper levels are not used.
-        let q4_0: Vec<f32> = levels.iter().map(|&q| d * (f32::from(q.min(12)) - 8.0)).collect();
-        let (step, minimum, values) = four_bits(&q4_0).expect("Q4_0 has this form");
-        assert_eq!((step.to_f32(), minimum.to_f32()), (d, -8.0 * d));
-        assert!(values.iter().zip(&levels).all(|(&v, &q)| v == q.min(12)));
+        let levels: [f32; GROUP] = std::array::from_fn(|i| (1 + i * 7 % 13) as f32);
+        let q4_1 = |d: f32, m: f32| levels.map(|q| half(d) * q + half(m));
+        // Q4_0 counts from −8, also with steps below zero.
+        let q4_0 = |d: f32| levels.map(|q| half(d) * (q - 1.0 - 8.0));
+        let offset = levels.map(|q| 100.0 + 0.25 * q);
+        for exact in [q4_1(0.0371, -0.213), q4_1(0.25, 7.0), q4_0(0.0613), q4_0(-0.0613), offset, [0.25; GROUP]] {
+            let found = four_bits(&exact).expect("a group of four bits");
+            assert_eq!(found.error, 0.0, "{exact:?}: {found:?}");
+            let again = found.values.map(|q| found.step.to_f32() * f32::from(q) + found.minimum.to_f32());
+            assert_eq!(again, exact);
+        }
         // Q4_K multiplies half-precision numbers by integers, which half precision cannot hold.
         let (d, m) = (half(0.00113) * 47.0, half(0.0037) * 53.0);
-        let q4_k: Vec<f32> = levels.iter().map(|&q| d * f32::from(q) - m).collect();
-        let (step, minimum, values) = four_bits(&q4_k).expect("Q4_K has this form");
-        for (w, q) in q4_k.iter().zip(values) {
-            // Half a unit in the last place of the step, fifteen times, and one of the minimum.
-            assert!(
-                (w - step.to_f32() * f32::from(q) - minimum.to_f32()).abs() < 15.0 * d / 2048.0 + m / 2048.0,
-                "{w}"
-            );
-        }
-        assert!(four_bits(&[0.25; 7]).is_some() && four_bits(&[0.0; 32]).is_some());
+        let q4_k = levels.map(|q| d * q - m);
+        let found = four_bits(&q4_k).expect("Q4_K has this form");
+        // Half a unit in the last place of the step, fifteen times, and one of the minimum.
+        assert!(found.error < 15.0 * d / 2048.0 + m / 2048.0, "{found:?}");
+        assert!(four_bits(&[0.5, 0.25, 0.0]).is_some());
     }
 
     #[test]
     fn other_values_are_refused() {
         let q8: Vec<f32> = (0..32).map(|i| (i * 37 % 255) as f32 - 127.0).collect();
         assert!(four_bits(&q8).is_none());
-        for odd in [f32::NAN, f32::INFINITY, 1e30] {
-            assert!(four_bits(&[odd, 0.0, 1.0]).is_none(), "{odd}");
+        for odd in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, 1e30] {
+            for group in [[odd, 0.0, 1.0], [1.0, 0.0, odd]] {
+                assert!(four_bits(&group).is_none(), "{group:?}");
+            }
         }
         let rows = [vec![0.0; 32], q8];
         assert!(Int4Panels::pack(32, 2, |output| &rows[output]).is_none());

@@ -34,7 +34,7 @@ use crate::rows::Rows;
 pub const INVARIANT_ROWS: usize = 64;
 
 /// Name of the instruction set that layers of integers use on this machine.
-pub(crate) fn int8_level() -> &'static str {
+pub(crate) fn int_level() -> &'static str {
     int8::IntLevel::detect().name()
 }
 

@@ -40,8 +40,9 @@ pub enum Precision {
     /// 1 byte a weight with a scale per output and 128 inputs. Activations are rounded to 16 bits per row, sums of a group
     /// are exact integers, scaled and added in f32.
     Q8,
-    /// Half a byte a weight with a step and a minimum per output and 32 inputs, for weights that have this form, such as those of a
-    /// file in Q4_0, Q4_1 or Q4_K: they keep their values. Layers with other weights are packed as `Q8`. Activations as in `Q8`.
+    /// Half a byte a weight with a step and a minimum, in half precision, per output and 32 inputs, for weights that have this form:
+    /// those of a file in Q4_0 or Q4_1 keep their values, those of Q4_K but for that. Layers with other weights, also in one of several
+    /// that are fused, are packed as `Q8`. Activations as in `Q8`.
     Q4,
 }
 
@@ -468,7 +469,7 @@ mod tests {
     }
 
     #[test]
-    fn eight_bits_keep_what_is_not_a_number_and_stay_close_to_f32() {
+    fn integers_keep_what_is_not_a_number_and_stay_close_to_f32() {
         let (inputs, outputs) = (576, 64);
         let (weights, mut x) = (random(5, inputs * outputs), random(6, inputs));
         let packed = |precision| Packed::new(&[&weights], inputs, None, precision).unwrap();
@@ -477,8 +478,15 @@ mod tests {
         let error = norm(&mut exact.iter().zip(&quantised).map(|(a, b)| a - b)) / norm(&mut exact.iter().copied());
         assert!(error < 0.01, "relative error {error}");
         x[100] = f32::NAN;
-        assert!(run(&packed(Precision::Q8), &x, 1).iter().all(|y| y.is_nan()));
-        assert!(run(&packed(Precision::Q8), &vec![0.0; inputs], 1).iter().all(|&y| y == 0.0));
+        for precision in [Precision::Q8, Precision::Q4] {
+            let weights = random_weights(5, inputs, outputs, precision);
+            let packed = Packed::new(&[&weights], inputs, None, precision).unwrap();
+            for rows in [1, 4] {
+                assert!(run(&packed, &x.repeat(rows), rows).iter().all(|y| y.is_nan()), "{precision:?}");
+                let zeros = vec![0.0; inputs * rows];
+                assert!(run(&packed, &zeros, rows).iter().all(|&y| y == 0.0), "{precision:?}");
+            }
+        }
     }
 
     #[test]

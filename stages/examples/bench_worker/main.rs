@@ -11,10 +11,11 @@ mod training;
 
 use std::error::Error;
 use std::io::BufRead;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use deepspec_datasets::conversation::{Message, Role};
+use deepspec_models::gguf::Gguf;
 use deepspec_stages::model_source::{ResolvedModel, TextSide, load_text_side};
 use deepspec_stages::recipe::Precision;
 use serde::Deserialize;
@@ -98,7 +99,7 @@ impl Worker {
         Ok(match request {
             Request::Info => json!({
                 "version": env!("CARGO_PKG_VERSION"),
-                "precisions": precisions(),
+                "precisions": precisions(&self.model)?,
                 "kernels": deepspec_models::instruction_set(),
                 "threads": rayon::current_num_threads(),
             }),
@@ -143,10 +144,13 @@ impl Worker {
     }
 }
 
-/// Names of the precisions that recipes know.
-fn precisions() -> Vec<&'static str> {
-    let is_known = |name: &&str| serde_json::from_value::<Precision>(json!(name)).is_ok();
-    ["f32", "bf16", "q8", "q4"].into_iter().filter(is_known).collect()
+/// Names of the precisions that the model can be held in.
+fn precisions(model: &Path) -> Result<Vec<&'static str>> {
+    let mut names = vec!["f32", "bf16", "q8"];
+    if Gguf::open(model)?.is_four_bit() {
+        names.push("q4");
+    }
+    Ok(names)
 }
 
 fn seconds(times: &[f64]) -> Value {

@@ -17,7 +17,7 @@ const PROMPTS: [usize; 2] = [256, 512];
 
 pub(crate) fn print(model: &PathBuf) -> Result<()> {
     let tokens: Vec<u32> = (0..512).map(|i| 1000 + i * 37 % 4000).collect();
-    for name in super::precisions() {
+    for name in super::precisions(model)? {
         let precision: Precision = serde_json::from_value(json!(name))?;
         let mut session = Session::load(model, precision)?;
         let bytes = session.target.weight_bytes() as f64;
