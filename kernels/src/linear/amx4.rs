@@ -19,7 +19,7 @@ const AHEAD: usize = 4096;
 #[repr(C, align(64))]
 struct Spread([u8; GROUP * HALF]);
 
-/// Integer sums of 16 rows × 16 outputs: of high bytes, then of low bytes, row by row.
+/// Integer sums of 16 rows (or of 8 rows and two groups) × 16 outputs: of high bytes, then of low bytes, row by row.
 #[repr(C, align(64))]
 struct Sums([[[i32; HALF]; 2]; AMX_ROWS]);
 
@@ -35,7 +35,7 @@ pub(super) unsafe fn tile(blocks: &[u8], x: TileRows<'_>, half: usize, tile: &mu
     // For a batch of at most 8 rows only these are configured; a larger one is padded.
     let is_whole_batch = x.count <= AMX_ROWS / 2 && x.values.len() == x.count * row;
     assert!(is_whole_batch || x.values.len() >= AMX_ROWS * row);
-    assert!(blocks.len() == x.groups * BLOCK && x.sums.len() >= AMX_ROWS * x.groups);
+    assert!(x.groups.is_multiple_of(2) && blocks.len() == x.groups * BLOCK && x.sums.len() >= AMX_ROWS * x.groups);
     let tile = &mut tile[..x.count];
     // SAFETY: promised by the caller; the lengths are checked above.
     unsafe {
@@ -53,34 +53,42 @@ pub(super) unsafe fn tile(blocks: &[u8], x: TileRows<'_>, half: usize, tile: &mu
 /// See [`tile`]; the lengths are checked there.
 #[target_feature(enable = "avx512f,avx512bw")]
 unsafe fn rows<const R: usize>(blocks: &[u8], x: TileRows<'_>, half: usize, tile: &mut [[f32; PANEL]]) {
+    let groups = const { groups_per_step(R) };
     // The unit's loads and stores wait for memory: what one step writes is read in the next one, from the other of two places.
-    let mut spread = [const { MaybeUninit::<Spread>::uninit() }; 2];
+    let mut spread = [const { MaybeUninit::<[Spread; 2]>::uninit() }; 2];
     let mut sums = [const { MaybeUninit::<Sums>::uninit() }; 2];
     for sums in &mut sums {
         // The unit stores the sums of the batch's rows; the others are read, but not used.
         let start = sums.as_mut_ptr().cast::<[[i32; HALF]; 2]>();
-        for row in tile.len()..R {
-            // SAFETY: R ≤ 16.
+        for row in (0..groups).flat_map(|i| (tile.len()..R).map(move |row| i * AMX_ROWS / 2 + row)) {
+            // SAFETY: there are 16 rows, 8 of each of two groups.
             unsafe { start.add(row).write([[0; HALF]; 2]) };
         }
     }
     let mut out = [_mm512_setzero_ps(); R];
-    for step in 0..x.groups + 3 {
-        // The group that is at a stage in this step.
-        let at = |stage: usize| step.checked_sub(stage).filter(|&g| g < x.groups);
+    for step in 0..x.groups / groups + 3 {
+        // The step whose groups are at a stage now.
+        let at = |stage: usize| step.checked_sub(stage).filter(|&step| step < x.groups / groups);
         // SAFETY: promised by the caller: blocks and rows have all groups.
         unsafe {
-            if let Some(g) = at(0) {
-                spread_halves(blocks.as_ptr().add(g * BLOCK), spread[g % 2].as_mut_ptr().cast());
+            if let Some(step) = at(0) {
+                for i in 0..groups {
+                    let block = blocks.as_ptr().add((step * groups + i) * BLOCK);
+                    spread_halves(block, spread[step % 2].as_mut_ptr().cast::<Spread>().add(i).cast());
+                }
             }
-            if let Some(g) = at(1) {
-                multiply::<R>(x, g, spread[g % 2].as_ptr());
+            if let Some(step) = at(1) {
+                multiply::<R>(x, step, spread[step % 2].as_ptr().cast());
             }
-            if let Some(g) = at(2) {
-                store::<R>(g, sums[g % 2].as_mut_ptr());
+            if let Some(step) = at(2) {
+                store(step, sums[step % 2].as_mut_ptr());
             }
-            if let Some(g) = at(3) {
-                scale(blocks.as_ptr().add(g * BLOCK), x, g, sums[g % 2].as_ptr().cast(), &mut out);
+            if let Some(step) = at(3) {
+                let sums = sums[step % 2].as_ptr().cast::<[[i32; HALF]; 2]>();
+                for i in 0..groups {
+                    let g = step * groups + i;
+                    scale(blocks.as_ptr().add(g * BLOCK), x, g, sums.add(i * AMX_ROWS / 2), &mut out);
+                }
             }
         }
     }
@@ -90,28 +98,33 @@ unsafe fn rows<const R: usize>(blocks: &[u8], x: TileRows<'_>, half: usize, tile
     }
 }
 
-/// Integer sums of group `g`, in tiles 0 and 1 or 2 and 3.
+/// Groups that are on their way through the unit together: a tile of sums holds eight rows, and there are two for each step.
+const fn groups_per_step(rows: usize) -> usize {
+    if rows > AMX_ROWS / 2 { 1 } else { 2 }
+}
+
+/// Integer sums of a step's groups, in tiles 0 and 1 or 2 and 3: of one group and 16 rows, or of two groups and 8 rows.
 ///
 /// # Safety
-/// See [`tile`]; the group's weights have been spread.
+/// See [`tile`]; the groups' weights have been spread.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
-unsafe fn multiply<const R: usize>(x: TileRows<'_>, g: usize, weights: *const Spread) {
+unsafe fn multiply<const R: usize>(x: TileRows<'_>, step: usize, weights: *const Spread) {
     let depth = x.groups * GROUP;
     macro_rules! multiply {
-        ($first:literal, $second:literal, $weights:literal) => {
+        ($first:literal, $second:literal) => {
             // SAFETY: promised by the caller.
             unsafe {
-                let values = x.values.as_ptr().add(g * GROUP);
+                let values = x.values.as_ptr().add(step * groups_per_step(R) * GROUP);
                 if R > AMX_ROWS / 2 {
                     asm!(
-                        concat!("tileloadd ", $weights, ", [{w} + {line}*1]"),
+                        "tileloadd tmm6, [{w} + {line}*1]",
                         "tileloadd tmm4, [{x} + {depth}*1]",
                         "tileloadd tmm5, [{y} + {depth}*1]",
                         concat!("tilezero ", $first),
                         concat!("tilezero ", $second),
-                        concat!("tdpbsud ", $first, ", tmm4, ", $weights),
-                        concat!("tdpbsud ", $second, ", tmm5, ", $weights),
+                        concat!("tdpbsud ", $first, ", tmm4, tmm6"),
+                        concat!("tdpbsud ", $second, ", tmm5, tmm6"),
                         w = in(reg) weights,
                         x = in(reg) values,
                         y = in(reg) values.add(AMX_ROWS * depth),
@@ -121,10 +134,14 @@ unsafe fn multiply<const R: usize>(x: TileRows<'_>, g: usize, weights: *const Sp
                     );
                 } else {
                     asm!(
-                        concat!("tileloadd ", $weights, ", [{w} + {line}*1]"),
+                        "tileloadd tmm6, [{w} + {line}*1]",
                         "tileloadd tmm4, [{x} + {depth}*1]",
+                        "tileloadd tmm7, [{w} + {line}*1 + 512]",
+                        "tileloadd tmm5, [{x} + {depth}*1 + 32]",
                         concat!("tilezero ", $first),
-                        concat!("tdpbsud ", $first, ", tmm4, ", $weights),
+                        concat!("tilezero ", $second),
+                        concat!("tdpbsud ", $first, ", tmm4, tmm6"),
+                        concat!("tdpbsud ", $second, ", tmm5, tmm7"),
                         w = in(reg) weights,
                         x = in(reg) values,
                         depth = in(reg) depth,
@@ -135,42 +152,35 @@ unsafe fn multiply<const R: usize>(x: TileRows<'_>, g: usize, weights: *const Sp
             }
         };
     }
-    if g.is_multiple_of(2) {
-        multiply!("tmm0", "tmm1", "tmm6");
+    if step.is_multiple_of(2) {
+        multiply!("tmm0", "tmm1");
     } else {
-        multiply!("tmm2", "tmm3", "tmm7");
+        multiply!("tmm2", "tmm3");
     }
 }
 
-/// Writes the sums of group `g` to memory.
+/// Writes the sums of a step to memory.
 ///
 /// # Safety
 /// They have been multiplied.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
-unsafe fn store<const R: usize>(g: usize, sums: *mut Sums) {
+unsafe fn store(step: usize, sums: *mut Sums) {
     macro_rules! store {
         ($first:literal, $second:literal) => {
             // SAFETY: promised by the caller.
             unsafe {
                 asm!(
                     concat!("tilestored [{sums} + {line}*1], ", $first),
+                    concat!("tilestored [{sums} + {line}*1 + 1024], ", $second),
                     sums = in(reg) sums,
                     line = in(reg) LINE,
                     options(nostack),
-                );
-                if R > AMX_ROWS / 2 {
-                    asm!(
-                        concat!("tilestored [{sums} + {line}*1], ", $second),
-                        sums = in(reg) sums.byte_add(size_of::<Sums>() / 2),
-                        line = in(reg) LINE,
-                        options(nostack),
-                    );
-                }
+                )
             }
         };
     }
-    if g.is_multiple_of(2) {
+    if step.is_multiple_of(2) {
         store!("tmm0", "tmm1");
     } else {
         store!("tmm2", "tmm3");

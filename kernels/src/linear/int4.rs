@@ -24,7 +24,7 @@ use crate::multiversion;
 use crate::rows::Rows;
 use crate::threads::Shared;
 
-/// Inputs that share a step and a minimum; rows are padded to whole groups.
+/// Inputs that share a step and a minimum; rows are padded to an even number of groups.
 pub(super) const GROUP: usize = 32;
 /// Outputs of a block.
 pub(super) const HALF: usize = PANEL / 2;
@@ -159,7 +159,8 @@ fn spaced(weights: &[f32; GROUP], minimum: f32, step: f32) -> Group {
 impl Int4Panels {
     /// Packs weights whose values are of the four-bit form, and says no to others; `row(output)` gives an output's weights.
     pub(super) fn pack<'a>(inputs: usize, outputs: usize, row: impl Fn(usize) -> &'a [f32] + Sync) -> Option<Self> {
-        let groups = inputs.div_ceil(GROUP);
+        // The tile unit takes them in pairs.
+        let groups = inputs.div_ceil(GROUP).next_multiple_of(2);
         let mut blocks = Aligned::<u8>::zeros(outputs.div_ceil(PANEL) * 2 * groups * BLOCK);
         let all = blocks.par_chunks_mut(groups * BLOCK).enumerate().all(|(half, blocks)| {
             let first = (half * HALF).min(outputs);
