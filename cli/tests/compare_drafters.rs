@@ -145,4 +145,39 @@ fn drafters_are_trained_on_one_cache_and_compared_on_the_same_prompts() {
     let more: Value = serde_json::from_slice(&fs_err::read(root.join("out/results.json")).unwrap()).unwrap();
     let more = more["drafters"].as_array().unwrap();
     assert_eq!((&more[..2], &more[2]["algorithm"]), (&drafters[..], &json!("dflash")));
+
+    choices_are_compared_on_that_cache(root);
+}
+
+/// `scripts/compare_choices` on the cache of the comparison.
+fn choices_are_compared_on_that_cache(root: &Path) {
+    let choice =
+        |name: &str, set: &str| format!("[[choice]]\nname = \"{name}\"\nwhat = \"{name}, in words\"\nset = [{set}]\n");
+    let choices = [choice("as_it_is", ""), choice("few_anchors", "\"train.num_anchors=2\"")].concat();
+    fs_err::write(root.join("choices.toml"), choices).unwrap();
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../scripts/compare_choices");
+    let run = || {
+        let mut command = Command::new("python3");
+        command.arg("-B").arg(&script).arg("choices.toml").current_dir(root);
+        command.args(["--recipe", "recipes/dspark/tiny.toml", "--cache", "work/prepared/cache", "--steps", "6"]);
+        command.args(["--eval", "first.jsonl", "--eval-limit", "4", "--work", "choices", "--out", "chosen"]);
+        let output = command.args(["--deepspec", env!("CARGO_BIN_EXE_deepspec")]).output().unwrap();
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(output.status.success(), "{said}");
+        let results: Value = serde_json::from_slice(&fs_err::read(root.join("chosen/results.json")).unwrap()).unwrap();
+        (results, said)
+    };
+    let (results, _) = run();
+    let [first, second] = &results.as_array().unwrap()[..] else { panic!("two choices: {results}") };
+    for found in [first, second] {
+        assert_eq!(found["lossless"], json!(true));
+        let steps: Vec<_> = found["curve"].as_array().unwrap().iter().map(|point| &point["step"]).collect();
+        assert_eq!(steps, [2, 4, 6]);
+        assert!(found["acceptance"]["tau"].as_f64().unwrap() >= 1.0);
+    }
+    assert_ne!(first["curve"], second["curve"]);
+    let readme = fs_err::read_to_string(root.join("chosen/README.md")).unwrap();
+    assert!(readme.contains("tau after 6 steps") && readme.contains("| few_anchors, in words |"), "{readme}");
+    let (again, said) = run();
+    assert!(again == results && !said.contains('$'), "{said}");
 }

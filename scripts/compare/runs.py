@@ -180,23 +180,30 @@ def result(drafter: Drafter, cache: Path) -> dict:
     for override in drafter.args.overrides:
         key, _, value = override.partition("=")
         batch = int(value) if key.strip() == "train.batch_size" else batch
-    milliseconds, before, curve = 0.0, 0, []
-    for record in records:
-        milliseconds += record["step_ms"] * (record["step"] - before)
-        before = record["step"]
-        if "decode_tau" in record:
-            curve.append({"step": before, "sequences": before * batch, "minutes": milliseconds / 60e3,
-                          "tau": record["decode_tau"], "accept@1": record["decode_accept@1"]})
+    measured = curve(records, batch)
     return {
         "name": drafter.name,
         "algorithm": drafter.algorithm,
         "timing": timing,
         "steps": steps,
         "sequences": steps * batch,
-        "minutes": milliseconds / 60e3,
-        "curve": curve,
+        "minutes": minutes(records),
+        "curve": measured,
         **found,
     }
+
+
+def minutes(records: list[dict]) -> float:
+    """Time of the steps that the log holds."""
+    befores = [0, *(record["step"] for record in records)]
+    return sum(record["step_ms"] * (record["step"] - before) for record, before in zip(records, befores)) / 60e3
+
+
+def curve(records: list[dict], batch: int) -> list[dict]:
+    """The measurements of acceptance of a log, over steps, sequences and minutes."""
+    return [{"step": record["step"], "sequences": record["step"] * batch, "minutes": minutes(records[:i + 1]),
+             "tau": record["decode_tau"], "accept@1": record["decode_accept@1"]}
+            for i, record in enumerate(records) if "decode_tau" in record]
 
 
 def metrics(run: Path) -> list[dict]:

@@ -237,7 +237,9 @@ multiversion! {
         let inverse = if largest > 0.0 { MOST / largest } else { 0.0 };
         let (high, low) = out.split_at_mut(out.len() / 2);
         let groups = high.chunks_exact_mut(GROUP).zip(low.chunks_exact_mut(GROUP)).zip(sums);
-        for (((high, low), sum), part) in groups.zip(x.chunks(GROUP)) {
+        // The last group may be one that pads.
+        let parts = x.chunks(GROUP).chain(std::iter::repeat(&[][..]));
+        for (((high, low), sum), part) in groups.zip(parts) {
             let mut total = 0i32;
             let ((high, high_end), (low, low_end)) = (high.split_at_mut(part.len()), low.split_at_mut(part.len()));
             for ((x, high), low) in part.iter().zip(high).zip(low) {
