@@ -28,7 +28,7 @@ mod threads;
 pub mod verify;
 pub mod vocab_loss;
 
-/// Instruction sets that the kernels use on this machine: for floats, then for eight-bit integers.
+/// Instruction sets that the kernels use on this machine: for floats, then for integers.
 pub fn instruction_set() -> String {
     format!("{}/{}", simd::level().name(), linear::int_level())
 }

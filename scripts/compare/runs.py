@@ -109,8 +109,7 @@ class Drafter:
 
 def compare(args: argparse.Namespace) -> dict:
     """Everything that was measured."""
-    if not args.deepspec.is_file():
-        raise Failure(f"there is no program {args.deepspec}: `cargo build --release` makes it")
+    need_program(args.deepspec)
     args.work = args.work.resolve()
     args.work.mkdir(parents=True, exist_ok=True)
     drafters = [Drafter(path, args) for path in args.recipes]
@@ -127,6 +126,11 @@ def compare(args: argparse.Namespace) -> dict:
         "cache": cache_facts(cache, layers),
         "drafters": [result(drafter, cache) for drafter in drafters],
     }
+
+
+def need_program(deepspec: Path) -> None:
+    if not deepspec.is_file():
+        raise Failure(f"there is no program {deepspec}: `cargo build --release` makes it")
 
 
 def settled(args: argparse.Namespace, names: list[str]) -> None:

@@ -18,7 +18,7 @@ use half::f16;
 use rayon::prelude::*;
 
 use super::aligned::Aligned;
-use super::int8::{AMX_FROM, AMX_ROWS, IntLevel, MOST, RoundedRows, magnitude, padded_rows, round_rows, rounded};
+use super::int8::{AMX_ROWS, IntLevel, MOST, RoundedRows, magnitude, rounded};
 use super::packed::PANEL;
 use crate::multiversion;
 use crate::rows::Rows;
@@ -35,7 +35,7 @@ pub(super) const LINES: usize = HALF * GROUP / 2 / LINE;
 /// Bytes of a block: the weights, then steps and minima.
 pub(super) const BLOCK: usize = LINES * LINE + 2 * 2 * HALF;
 /// Rows of a register tile of VNNI.
-const VNNI_ROWS: usize = 8;
+pub(super) const VNNI_ROWS: usize = 8;
 /// Largest error of a value that its group represents, as a part of the group's largest magnitude: room for steps and minima
 /// in half precision, and half of what eight-bit weights lose.
 const TOLERANCE: f32 = 1.0 / 512.0;
@@ -49,35 +49,12 @@ pub(super) struct Int4Panels {
     level: IntLevel,
 }
 
-/// Activation rows in 16 bits.
+/// Activation rows for the four-bit kernels.
 pub(super) struct Int4Rows {
-    /// Per row, for the AMX unit padded to whole tiles: all high bytes, then all low bytes.
-    rounded: RoundedRows,
+    /// Of each row all high bytes, then all low bytes.
+    pub(super) rounded: RoundedRows,
     /// Σ of the rounded values of each group, `[row][group]`, with [`AMX_ROWS`] rows more.
     sums: Vec<f32>,
-    amx: bool,
-}
-
-impl Int4Rows {
-    /// Whether the tile unit takes these rows.
-    pub(super) fn amx(&self) -> bool {
-        self.amx
-    }
-
-    /// Number of rows.
-    pub(super) fn count(&self) -> usize {
-        self.rounded.count()
-    }
-
-    /// What the outputs of a row are to be multiplied by.
-    pub(super) fn scale(&self, row: usize) -> f32 {
-        self.rounded.scale(row)
-    }
-
-    /// Rows that the kernels take at a time.
-    pub(super) fn tile_rows(&self) -> usize {
-        if self.amx { AMX_ROWS } else { VNNI_ROWS }
-    }
 }
 
 /// The best kernels of this processor.
@@ -194,18 +171,17 @@ impl Int4Panels {
 
     /// Rounds activation rows to 16 bits.
     pub(super) fn quantise(&self, x: Rows<'_>) -> Int4Rows {
-        let amx = self.level == IntLevel::Amx && x.count >= AMX_FROM;
         // The tile unit's kernel reads some rows more than there are.
         let mut sums = vec![0f32; (x.count + AMX_ROWS) * self.groups];
         let out = Shared::new(sums.as_mut_ptr());
-        let rounded = round_rows(x, padded_rows(x.count, amx), 2 * GROUP * self.groups, |i, x, values| {
+        let rounded = RoundedRows::new(x, self.level, 2 * GROUP * self.groups, |i, x, values| {
             // SAFETY: rows lie inside the array, and each is written by exactly one share.
             round_signed(x, values, unsafe { out.part(i * self.groups, self.groups) })
         });
-        Int4Rows { rounded, sums, amx }
+        Int4Rows { rounded, sums }
     }
 
-    /// Outputs of one panel for rows `first..first + count`, at most [`Int4Rows::tile_rows`] of them, before the rows' scales.
+    /// Outputs of one panel for rows `first..first + count`, at most [`RoundedRows::tile_rows`] of them, before the rows' scales.
     pub(super) fn tile(&self, rows: &Int4Rows, panel: usize, first: usize, count: usize, tile: &mut [[f32; PANEL]]) {
         let groups = self.groups;
         let values = &rows.rounded.values[first * 2 * GROUP * groups..];
@@ -216,7 +192,7 @@ impl Int4Panels {
             match self.level {
                 #[cfg(target_arch = "x86_64")]
                 // SAFETY: the level says that the unit may be used, and the caller has configured it for the batch of these rows.
-                IntLevel::Amx if rows.amx => unsafe { super::amx4::tile(blocks, x, half, tile) },
+                IntLevel::Amx if rows.rounded.amx() => unsafe { super::amx4::tile(blocks, x, half, tile) },
                 #[cfg(target_arch = "x86_64")]
                 // SAFETY: the level says that the processor has these features.
                 IntLevel::Amx | IntLevel::Vnni => unsafe { x86::vnni(blocks, x, half, tile) },

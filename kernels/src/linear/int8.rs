@@ -34,9 +34,9 @@ pub(super) const SHIFT: i32 = 32896;
 /// Rows of an AMX tile.
 pub(super) const AMX_ROWS: usize = 16;
 /// Rows of a register tile of VNNI: 6 × 2 bytes × 2 accumulators of 16 lanes.
-const VNNI_ROWS: usize = 6;
+pub(super) const VNNI_ROWS: usize = 6;
 /// Rows from which the tile unit is faster than VNNI.
-pub(super) const AMX_FROM: usize = 3;
+const AMX_FROM: usize = 3;
 
 /// Instruction set of the integer kernels.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -109,14 +109,50 @@ pub(super) struct Panel<'a> {
     pub(super) sums: &'a [i16],
 }
 
-/// Activation rows in 16 bits.
+/// Activation rows in 16 bits, for the kernels of either width of weights.
 pub(super) struct RoundedRows {
-    /// The bytes of each row.
+    /// The bytes of each row, for the AMX unit padded to whole tiles.
     pub(super) values: Aligned<u8>,
     scales: Vec<f32>,
+    amx: bool,
 }
 
 impl RoundedRows {
+    /// Rounds all rows with `round`, which gets a row's number and values, fills its `bytes` and returns its scale.
+    pub(super) fn new(
+        x: Rows<'_>,
+        level: IntLevel,
+        bytes: usize,
+        round: impl Fn(usize, &[f32], &mut [MaybeUninit<u8>]) -> f32 + Sync,
+    ) -> Self {
+        let amx = level == IntLevel::Amx && x.count >= AMX_FROM;
+        // The unit is configured for the few rows of a small batch, and reads whole tiles of a larger one.
+        let padded = if amx && x.count > AMX_ROWS / 2 { x.count.next_multiple_of(AMX_ROWS) } else { x.count };
+        // SAFETY: the shares below write every row, the ones that pad included.
+        let mut values = unsafe { Aligned::<u8>::unfilled(padded * bytes) };
+        let mut scales = vec![0f32; x.count];
+        let (out, out_scales) = (Shared::new(values.start().cast()), Shared::new(scales.as_mut_ptr()));
+        let shares = if x.count * x.cols < threads::DEAR_WORTH_SHARING { 1 } else { threads::count() };
+        threads::run(shares, |share| {
+            for i in padded * share / shares..padded * (share + 1) / shares {
+                // SAFETY: rows lie inside the arrays, and each is written by exactly one share.
+                let values = unsafe { out.part(i * bytes, bytes) };
+                if i < x.count {
+                    // SAFETY: as above.
+                    unsafe { out_scales.write(i, &[round(i, x.row(i), values)]) };
+                } else {
+                    values.fill(MaybeUninit::new(0));
+                }
+            }
+        });
+        Self { values, scales, amx }
+    }
+
+    /// Whether the tile unit takes these rows.
+    pub(super) fn amx(&self) -> bool {
+        self.amx
+    }
+
     /// Number of rows, without those that pad.
     pub(super) fn count(&self) -> usize {
         self.scales.len()
@@ -126,79 +162,21 @@ impl RoundedRows {
     pub(super) fn scale(&self, row: usize) -> f32 {
         self.scales[row]
     }
-}
 
-/// Rounds all rows with `round`, which gets a row's number and values, fills its bytes and returns its scale, and adds rows of
-/// zeros up to `padded`.
-pub(super) fn round_rows(
-    x: Rows<'_>,
-    padded: usize,
-    bytes: usize,
-    round: impl Fn(usize, &[f32], &mut [MaybeUninit<u8>]) -> f32 + Sync,
-) -> RoundedRows {
-    // SAFETY: the shares below write every row, the ones that pad included.
-    let mut values = unsafe { Aligned::<u8>::unfilled(padded * bytes) };
-    let mut scales = vec![0f32; x.count];
-    let (out, out_scales) = (Shared::new(values.start().cast()), Shared::new(scales.as_mut_ptr()));
-    let shares = if x.count * x.cols < threads::DEAR_WORTH_SHARING { 1 } else { threads::count() };
-    threads::run(shares, |share| {
-        for i in padded * share / shares..padded * (share + 1) / shares {
-            // SAFETY: rows lie inside the arrays, and each is written by exactly one share.
-            let values = unsafe { out.part(i * bytes, bytes) };
-            if i < x.count {
-                // SAFETY: as above.
-                unsafe { out_scales.write(i, &[round(i, x.row(i), values)]) };
-            } else {
-                values.fill(MaybeUninit::new(0));
-            }
-        }
-    });
-    RoundedRows { values, scales }
-}
-
-/// Number of rows with those that pad: the unit is configured for the few rows of a small batch, and reads whole tiles of a larger
-/// one.
-pub(super) fn padded_rows(count: usize, amx: bool) -> usize {
-    if amx && count > AMX_ROWS / 2 { count.next_multiple_of(AMX_ROWS) } else { count }
-}
-
-/// Activation rows for the eight-bit kernels.
-pub(super) struct Int8Rows {
-    /// Per row, for the AMX unit padded to whole tiles: all high bytes, then all low bytes; or pairs of bytes for AVX2 and portable code.
-    rounded: RoundedRows,
-    amx: bool,
+    /// Rows that the kernels take at a time, where those of VNNI, AVX2 and portable code take `vnni`.
+    pub(super) fn tile_rows(&self, vnni: usize) -> usize {
+        if self.amx { AMX_ROWS } else { vnni }
+    }
 }
 
 /// A few activation rows: `values` holds 2·depth bytes a row.
 #[derive(Clone, Copy)]
 pub(super) struct TileRows<'a> {
-    /// Bytes of the rows; see [`Int8Rows`].
+    /// Bytes of the rows; see [`Int8Panels::quantise`].
     pub(super) values: &'a [u8],
     pub(super) count: usize,
     /// Inputs, padded to whole steps.
     pub(super) depth: usize,
-}
-
-impl Int8Rows {
-    /// Whether the tile unit takes these rows.
-    pub(super) fn amx(&self) -> bool {
-        self.amx
-    }
-
-    /// Number of rows.
-    pub(super) fn count(&self) -> usize {
-        self.rounded.count()
-    }
-
-    /// What the outputs of a row are to be multiplied by.
-    pub(super) fn scale(&self, row: usize) -> f32 {
-        self.rounded.scale(row)
-    }
-
-    /// Rows that the kernels take at a time.
-    pub(super) fn tile_rows(&self) -> usize {
-        if self.amx { AMX_ROWS } else { VNNI_ROWS }
-    }
 }
 
 impl Int8Panels {
@@ -251,18 +229,16 @@ impl Int8Panels {
         }
     }
 
-    /// Rounds activation rows to 16 bits.
-    pub(super) fn quantise(&self, x: Rows<'_>) -> Int8Rows {
-        let amx = self.level == IntLevel::Amx && x.count >= AMX_FROM;
+    /// Rounds activation rows to 16 bits: all high bytes, then all low bytes, or pairs of bytes for AVX2 and portable code.
+    pub(super) fn quantise(&self, x: Rows<'_>) -> RoundedRows {
         let round = if self.level.splits_bytes() { round_split } else { round_pairs };
-        let rounded = round_rows(x, padded_rows(x.count, amx), 2 * self.depth, |_, x, out| round(x, out));
-        Int8Rows { rounded, amx }
+        RoundedRows::new(x, self.level, 2 * self.depth, |_, x, out| round(x, out))
     }
 
-    /// Outputs of one panel for rows `first..first + count`, at most [`Int8Rows::tile_rows`] of them, before the rows'
+    /// Outputs of one panel for rows `first..first + count`, at most [`RoundedRows::tile_rows`] of them, before the rows'
     /// scales.
-    pub(super) fn tile(&self, rows: &Int8Rows, panel: usize, first: usize, count: usize, tile: &mut [[f32; PANEL]]) {
-        let x = TileRows { values: &rows.rounded.values[first * 2 * self.depth..], count, depth: self.depth };
+    pub(super) fn tile(&self, rows: &RoundedRows, panel: usize, first: usize, count: usize, tile: &mut [[f32; PANEL]]) {
+        let x = TileRows { values: &rows.values[first * 2 * self.depth..], count, depth: self.depth };
         let panel = self.panel(panel);
         match self.level {
             #[cfg(target_arch = "x86_64")]

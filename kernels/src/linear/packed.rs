@@ -2,8 +2,8 @@
 //!
 //! A panel holds, for each input k, its 32 outputs' weights side by side: `panel[k][0..32]` (four inputs at a time in
 //! eight bits; see [`super::int4`] for four). Threads share the panels; the kernels of [`super::float`], [`super::int8`] and
-//! [`super::int4`] compute a few rows of one
-//! panel. Every output is computed in one order of operations that does not depend on the number of rows or threads.
+//! [`super::int4`] compute a few rows of one panel. Every output is computed in one order of operations that does not
+//! depend on the number of rows or threads.
 
 use std::ops::Range;
 
@@ -16,7 +16,7 @@ use super::aligned::Aligned;
 use super::amx::Tiles;
 use super::float::{tile_bf16, tile_f32};
 use super::int4::{self, Int4Panels, Int4Rows};
-use super::int8::{self, Int8Panels, Int8Rows};
+use super::int8::{self, Int8Panels, RoundedRows};
 use crate::rows::Rows;
 use crate::simd::{Level, level};
 use crate::threads::{self, Shared};
@@ -240,10 +240,8 @@ impl Packed {
                 Kernel::Int4 { panels, rows: x } => panels.tile(x, panel, row, rows, tile),
             }
             for (i, values) in tile[..rows].iter_mut().enumerate() {
-                match kernel {
-                    Kernel::F32 { .. } | Kernel::Bf16 { .. } => {}
-                    Kernel::Int8 { rows: x, .. } => scale(values, x.scale(row + i)),
-                    Kernel::Int4 { rows: x, .. } => scale(values, x.scale(row + i)),
+                if let Some(rounded) = kernel.rounded() {
+                    scale(values, rounded.scale(row + i));
                 }
                 if let Some(bias) = &self.bias {
                     for (value, bias) in values.iter_mut().zip(&bias[column..column + width]) {
@@ -273,7 +271,7 @@ impl Packed {
 enum Kernel<'a> {
     F32 { data: &'a [f32], x: Rows<'a> },
     Bf16 { data: &'a [bf16], x: Rows<'a> },
-    Int8 { panels: &'a Int8Panels, rows: Int8Rows },
+    Int8 { panels: &'a Int8Panels, rows: RoundedRows },
     Int4 { panels: &'a Int4Panels, rows: Int4Rows },
 }
 
@@ -281,21 +279,27 @@ impl Kernel<'_> {
     fn tile_rows(&self) -> usize {
         match self {
             Self::F32 { .. } | Self::Bf16 { .. } => TILE_ROWS,
-            Self::Int8 { rows, .. } => rows.tile_rows(),
-            Self::Int4 { rows, .. } => rows.tile_rows(),
+            Self::Int8 { rows, .. } => rows.tile_rows(int8::VNNI_ROWS),
+            Self::Int4 { rows, .. } => rows.rounded.tile_rows(int4::VNNI_ROWS),
+        }
+    }
+
+    /// The activation rows of kernels that multiply integers.
+    fn rounded(&self) -> Option<&RoundedRows> {
+        match self {
+            Self::F32 { .. } | Self::Bf16 { .. } => None,
+            Self::Int8 { rows, .. } => Some(rows),
+            Self::Int4 { rows, .. } => Some(&rows.rounded),
         }
     }
 
     /// Prepares this thread.
     #[cfg(target_arch = "x86_64")]
     fn configure(&self) -> Option<Tiles> {
-        match self {
-            // SAFETY: rows are meant for the unit only where it is usable.
-            Self::Int8 { rows, .. } if rows.amx() => Some(unsafe { Tiles::configure(rows.count(), int8::STEP) }),
-            // SAFETY: as above.
-            Self::Int4 { rows, .. } if rows.amx() => Some(unsafe { Tiles::configure(rows.count(), int4::GROUP) }),
-            _ => None,
-        }
+        let rows = self.rounded().filter(|rows| rows.amx())?;
+        let inputs = if matches!(self, Self::Int4 { .. }) { int4::GROUP } else { int8::STEP };
+        // SAFETY: rows are meant for the unit only where it is usable.
+        Some(unsafe { Tiles::configure(rows.count(), inputs) })
     }
 
     #[cfg(not(target_arch = "x86_64"))]
