@@ -1,5 +1,6 @@
 //! Files as they are in the wild, where they are at hand.
 
+use std::path::Path;
 use std::sync::Arc;
 
 use candle_core::DType;
@@ -7,17 +8,33 @@ use deepspec_models::checkpoint;
 use deepspec_models::config::{DraftConfig, Family, MarkovHeadType, TargetConfig};
 use deepspec_models::gguf::Gguf;
 use deepspec_models::weights::Weights;
+use serde_json::{Value, json};
 use tempfile::TempDir;
 
 use super::{CPU, Named, flat, golden, load_all, parse_draft, path_from_env};
+
+fn json(path: &Path) -> Value {
+    serde_json::from_slice(&fs_err::read(path).unwrap()).unwrap()
+}
+
+/// Two values of a configuration file.
+fn of(file: &Value, first: &str, second: &str) -> (Value, Value) {
+    (file[first].clone(), file[second].clone())
+}
 
 #[test]
 fn golden_target_loads_whole() {
     let Some(folder) = golden("target") else { return };
     let config = TargetConfig::open(&folder).unwrap();
-    assert_eq!((config.family, config.hidden_size, config.num_hidden_layers), (Family::Qwen3, 64, 6));
-    assert_eq!((config.rope.theta, config.rms_norm_eps, config.head_dim), (1e6, 1e-6, 16));
-    assert_eq!(config.stop_ids, [2, 5]);
+    let file = json(&folder.join("config.json"));
+    assert_eq!(config.family.model_type(), file["model_type"]);
+    assert_eq!(
+        (json!(config.hidden_size), json!(config.num_hidden_layers)),
+        of(&file, "hidden_size", "num_hidden_layers")
+    );
+    assert_eq!((json!(config.head_dim), json!(config.rms_norm_eps)), of(&file, "head_dim", "rms_norm_eps"));
+    assert_eq!(json!(config.rope.theta), file["rope_parameters"]["rope_theta"]);
+    assert_eq!(json!(config.stop_ids), json(&folder.join("generation_config.json"))["eos_token_id"]);
     load_all(&Weights::open(&folder, DType::F32, &CPU).unwrap(), &config).unwrap();
 }
 
@@ -33,13 +50,21 @@ fn golden_drafters_parse_and_round_trip() {
         let Some(folder) = golden(name) else { continue };
         let config = DraftConfig::from_folder(&folder).unwrap();
         assert_eq!((config.markov_head_type, config.enable_confidence_head), (head, confidence));
-        assert_eq!((config.block_size, config.mask_token_id, config.num_anchors), (4, 6, 6));
-        assert_eq!(config.target_layer_ids, [0, 2, 4]);
+        let file = json(&folder.join("config.json"));
+        assert_eq!((json!(config.block_size), json!(config.mask_token_id)), of(&file, "block_size", "mask_token_id"));
+        assert_eq!(
+            (json!(config.num_anchors), json!(config.target_layer_ids)),
+            of(&file, "num_anchors", "target_layer_ids")
+        );
         assert!(config.sample_from_anchor && config.body.qk_norm);
         assert_eq!(parse_draft(&config.to_json()).unwrap(), config);
 
         let (_, weights) = checkpoint::load(&folder, DType::F32, &CPU).unwrap();
-        assert_eq!(weights.shape("fc.weight").unwrap(), [64, 192]);
+        let (hidden, layers) = (config.body.hidden_size, config.target_layer_ids.len());
+        assert_eq!(
+            (json!(hidden), weights.shape("fc.weight").unwrap()),
+            (file["hidden_size"].clone(), &[hidden, layers * hidden][..])
+        );
         let names: Vec<String> = weights.names().map(String::from).collect();
         let tensors: Named = names
             .into_iter()
