@@ -1,5 +1,6 @@
 //! Files as they are in the wild, where they are at hand.
 
+use std::collections::BTreeSet;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -18,8 +19,8 @@ fn json(path: &Path) -> Value {
 }
 
 /// Two values of a configuration file.
-fn of(file: &Value, first: &str, second: &str) -> (Value, Value) {
-    (file[first].clone(), file[second].clone())
+fn of(file: &Value, names: [&str; 2]) -> Value {
+    json!(names.map(|name| &file[name]))
 }
 
 #[test]
@@ -28,13 +29,16 @@ fn golden_target_loads_whole() {
     let config = TargetConfig::open(&folder).unwrap();
     let file = json(&folder.join("config.json"));
     assert_eq!(config.family.model_type(), file["model_type"]);
-    assert_eq!(
-        (json!(config.hidden_size), json!(config.num_hidden_layers)),
-        of(&file, "hidden_size", "num_hidden_layers")
-    );
-    assert_eq!((json!(config.head_dim), json!(config.rms_norm_eps)), of(&file, "head_dim", "rms_norm_eps"));
-    assert_eq!(json!(config.rope.theta), file["rope_parameters"]["rope_theta"]);
-    assert_eq!(json!(config.stop_ids), json(&folder.join("generation_config.json"))["eos_token_id"]);
+    assert_eq!(json!([config.hidden_size, config.num_hidden_layers]), of(&file, ["hidden_size", "num_hidden_layers"]));
+    assert_eq!(json!([config.head_dim, config.vocab_size]), of(&file, ["head_dim", "vocab_size"]));
+    assert_eq!(Some(config.rms_norm_eps), file["rms_norm_eps"].as_f64());
+    assert_eq!(Some(config.rope.theta), file["rope_parameters"]["rope_theta"].as_f64());
+    // Either file has a number or a list.
+    let generation = json(&folder.join("generation_config.json"));
+    let ids = [&file, &generation].map(|file| &file["eos_token_id"]);
+    let ids = ids.into_iter().flat_map(|ids| ids.as_array().cloned().unwrap_or_else(|| vec![ids.clone()]));
+    let expected: BTreeSet<u64> = ids.map(|id| id.as_u64().unwrap()).collect();
+    assert!(config.stop_ids.iter().map(|&id| u64::from(id)).eq(expected), "{:?}", config.stop_ids);
     load_all(&Weights::open(&folder, DType::F32, &CPU).unwrap(), &config).unwrap();
 }
 
@@ -51,20 +55,17 @@ fn golden_drafters_parse_and_round_trip() {
         let config = DraftConfig::from_folder(&folder).unwrap();
         assert_eq!((config.markov_head_type, config.enable_confidence_head), (head, confidence));
         let file = json(&folder.join("config.json"));
-        assert_eq!((json!(config.block_size), json!(config.mask_token_id)), of(&file, "block_size", "mask_token_id"));
+        assert_eq!(json!([config.block_size, config.num_anchors]), of(&file, ["block_size", "num_anchors"]));
         assert_eq!(
-            (json!(config.num_anchors), json!(config.target_layer_ids)),
-            of(&file, "num_anchors", "target_layer_ids")
+            json!([config.mask_token_id, config.target_layer_ids]),
+            of(&file, ["mask_token_id", "target_layer_ids"])
         );
         assert!(config.sample_from_anchor && config.body.qk_norm);
         assert_eq!(parse_draft(&config.to_json()).unwrap(), config);
 
         let (_, weights) = checkpoint::load(&folder, DType::F32, &CPU).unwrap();
-        let (hidden, layers) = (config.body.hidden_size, config.target_layer_ids.len());
-        assert_eq!(
-            (json!(hidden), weights.shape("fc.weight").unwrap()),
-            (file["hidden_size"].clone(), &[hidden, layers * hidden][..])
-        );
+        let hidden = file["hidden_size"].as_u64().unwrap() as usize;
+        assert_eq!(weights.shape("fc.weight").unwrap(), [hidden, config.target_layer_ids.len() * hidden]);
         let names: Vec<String> = weights.names().map(String::from).collect();
         let tensors: Named = names
             .into_iter()
