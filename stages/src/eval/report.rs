@@ -7,7 +7,6 @@ use super::metrics::{DEFINITIONS, ratio};
 use super::outcome::{EvalOutcome, Group, ProposerResult, TemperatureResult};
 use super::speed::Interval;
 use super::verdict::{Comparison, Verdict};
-use crate::recipe::Proposer;
 
 /// Prompts below which the intervals are called wide.
 const FEW_PROMPTS: usize = 20;
