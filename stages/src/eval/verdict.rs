@@ -15,7 +15,7 @@ pub const MOST_DRIFT: f64 = 0.15;
 
 /// What is said about the speed of a proposer.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
-#[serde(tag = "verdict", rename_all = "snake_case")]
+#[serde(rename_all = "snake_case")]
 pub enum Verdict {
     /// The interval lies above 1.
     Faster,
