@@ -29,7 +29,8 @@ use deepspec_stages::progress::{Context, Event, Interrupt, Reporter};
 use deepspec_stages::serve::{ServeOptions, Server};
 use serde_json::{Value, json};
 
-const TEMPLATE: &str = "{% for m in messages %}{{ m.content }}{% endfor %}";
+const TEMPLATE: &str = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}\
+{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
 /// Slots and tokens per slot of the engine.
 const ROOM: (usize, usize) = (5, 500);
 /// Tokens of the answer that the drafter rests beside.
@@ -171,7 +172,7 @@ fn memory_stays_flat_where_long_prompts_run_beside_a_resting_drafter() {
     let server = Server::bind(([127, 0, 0, 1], 0).into()).unwrap();
     let address = server.address();
     let (target, drafter) = (tiny::target(), tiny_drafter::drafter("decode/dspark_vanilla"));
-    let renderer = common::byte_renderer(TEMPLATE, &["<|end|>"], "<|end|>", &[]);
+    let renderer = common::byte_renderer(TEMPLATE, &["<|im_start|>", "<|im_end|>"], "<|im_end|>", &[]);
     let text = TextSide { renderer, bos: None, pad: None };
     let proposer = Box::new(DSparkProposer::new(&drafter, target.lm_head(), ROOM.0, ROOM.1).unwrap());
     // Drafts so dear that the drafter is only tried now and then.
