@@ -89,6 +89,18 @@ pub enum Error {
         /// What to do.
         hint: String,
     },
+    /// A loss or gradient is infinite or no number, and where that began is known.
+    #[error("{what} is not finite at step {step}: {origin}")]
+    NotFinite {
+        /// Quantity concerned.
+        what: String,
+        /// Optimiser step, from 1.
+        step: u64,
+        /// Weight, or sample with loss term or gradient.
+        origin: String,
+        /// What to do.
+        hint: String,
+    },
     /// A stage has nothing it could work on, or its input contradicts itself.
     #[error("{0}")]
     Input(String),
@@ -134,7 +146,7 @@ impl Error {
                 "fit it again with `deepspec eval --calibrate`, or do without it: `--set eval.calibration=false`"
                     .into(),
             ),
-            Self::Memory { hint, .. } => Some(hint.clone()),
+            Self::Memory { hint, .. } | Self::NotFinite { hint, .. } => Some(hint.clone()),
             Self::Model(error) => error.hint(),
             Self::Dataset(error) => error.hint(),
             Self::Cache(error) => error.hint(),
