@@ -77,7 +77,8 @@ impl Columns {
 /// A sound cache of version 3: five samples, two to a shard.
 fn cache() -> TempDir {
     let dir = tempfile::tempdir().unwrap();
-    let mut writer = Writer::create_or_resume(dir.path(), meta(), Plan { samples: SAMPLES, samples_per_shard: 2 }).unwrap();
+    let mut writer =
+        Writer::create_or_resume(dir.path(), meta(), Plan { samples: SAMPLES, samples_per_shard: 2 }).unwrap();
     for sample in 0..SAMPLES {
         writer.append(&Columns::new(sample).sample(sample)).unwrap();
     }
@@ -94,7 +95,8 @@ fn change(path: &Path, change: impl FnOnce(&mut Vec<u8>)) {
 
 /// Where some bytes lie in a file; they must be there once.
 fn place(bytes: &[u8], wanted: &[u8]) -> usize {
-    let places: Vec<usize> = bytes.windows(wanted.len()).enumerate().filter(|(_, at)| *at == wanted).map(|(at, _)| at).collect();
+    let places: Vec<usize> =
+        bytes.windows(wanted.len()).enumerate().filter(|(_, at)| *at == wanted).map(|(at, _)| at).collect();
     assert_eq!(places.len(), 1, "the bytes are to be there once");
     places[0]
 }

@@ -136,6 +136,11 @@ impl From<deepspec_models::speculate::SpeculateError> for Error {
     }
 }
 
+/// Whether a write failed for want of space, on the disk or of the user's share of it.
+fn is_full(error: &std::io::Error) -> bool {
+    matches!(error.kind(), std::io::ErrorKind::StorageFull | std::io::ErrorKind::QuotaExceeded)
+}
+
 impl Error {
     /// What the user can do about it, where something can be done.
     pub fn hint(&self) -> Option<String> {
@@ -152,6 +157,9 @@ impl Error {
             Self::Cache(error) => error.hint(),
             Self::Confidence(error) => error.hint(),
             Self::EventFile(error) => error.hint(),
+            Self::Io(error) if is_full(error) => {
+                Some("free some space and run the same command again; what was written is kept".into())
+            }
             Self::Io(_) | Self::Recipe { .. } | Self::Input(_) | Self::Engine(_) => None,
         }
     }

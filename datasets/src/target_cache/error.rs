@@ -14,7 +14,7 @@ pub enum CacheError {
     /// A write failed because the disk, or the user's quota, is full.
     #[error("the disk is full: {0}")]
     DiskFull(#[source] io::Error),
-    /// The free space was found too small before any work began.
+    /// The free space is too small for what is to be written.
     #[error("`{}` needs {needed} bytes, but its disk has {available} bytes free", dir.display())]
     NotEnoughSpace {
         /// Folder that is to hold the cache.
@@ -189,7 +189,7 @@ impl CacheError {
         let hint = match self {
             Self::DiskFull(_) => "free some space and run `deepspec prepare` again; finished shards are kept",
             Self::NotEnoughSpace { .. } => {
-                "free some space, choose another folder, use fewer samples, or store no hidden states (storage `none`)"
+                "free some space, choose a folder on another disk, or prepare less: `data.limit`, `prepare.max_new_tokens` and `prepare.max_length` make the cache smaller"
             }
             Self::Locked { .. } => "wait until that process ends, or give this run a folder of its own",
             Self::NotACache { .. } => "build it with `deepspec prepare`",

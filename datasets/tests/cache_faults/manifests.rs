@@ -62,7 +62,10 @@ fn try_all(path: &Path, may_be: impl Fn(&str, Option<&Value>) -> bool, open: imp
             Ok(()) => assert!(may_be(pointer, value), "{pointer} as {value:?} was taken"),
             Err(error) => {
                 let text = error.to_string();
-                assert!(text.contains("manifest.json") || text.contains("shard-") || text.contains("samples.idx"), "{pointer}: {text}");
+                assert!(
+                    text.contains("manifest.json") || text.contains("shard-") || text.contains("samples.idx"),
+                    "{pointer}: {text}"
+                );
                 assert!(error.hint().is_some(), "{pointer}: {text}");
                 assert!(!text.contains("Some(") && !text.contains("\\\""), "{pointer}: {text}");
             }

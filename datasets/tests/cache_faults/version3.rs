@@ -93,7 +93,14 @@ fn a_row_of_zeros_is_refused_with_column_row_and_layer() {
 
 #[test]
 fn numbers_that_cannot_be_computed_with_are_refused_with_their_place() {
-    let cases = [bf16::INFINITY, bf16::NEG_INFINITY, bf16::NAN, bf16::from_f32(1.7e38), bf16::from_f32(-1e30), bf16::from_f32(1.01e12)];
+    let cases = [
+        bf16::INFINITY,
+        bf16::NEG_INFINITY,
+        bf16::NAN,
+        bf16::from_f32(1.7e38),
+        bf16::from_f32(-1e30),
+        bf16::from_f32(1.01e12),
+    ];
     for value in cases {
         let put = |at: usize| move |bytes: &mut [u8]| bytes[2 * at..2 * at + 2].copy_from_slice(&value.to_le_bytes());
         let dir = damaged("features", put((3 * LAYERS.len() + 2) * HIDDEN + 1));

@@ -12,7 +12,8 @@ use super::step::{self, Coefficients, Sums, Trained};
 use crate::error::{Error, Result};
 
 /// What to do where the weights are at fault.
-const LOWER_LR: &str = "the weights have run away: lower `train.lr` or `train.max_grad_norm`, and go on from an earlier checkpoint";
+const LOWER_LR: &str =
+    "the weights have run away: lower `train.lr` or `train.max_grad_norm`, and go on from an earlier checkpoint";
 
 /// The error of a failed step with the place where it began; other errors, and those of a place that is not found, pass.
 pub(super) fn explain(
