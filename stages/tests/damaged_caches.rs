@@ -81,7 +81,7 @@ impl Bench {
         self.folder.path().join(name)
     }
 
-    fn recipe(&self, overrides: &[&str]) -> Recipe {
+    fn recipe(overrides: &[&str]) -> Recipe {
         let fixed = [
             "draft.vocab_size=none",
             "draft.target_layer_ids=[0, 2, 4]",
@@ -115,7 +115,7 @@ impl Bench {
     }
 
     fn train(&self, run: &str, overrides: &[&str]) -> Result<()> {
-        let recipe = self.recipe(overrides);
+        let recipe = Self::recipe(overrides);
         let run = self.run_dir(run, &recipe);
         train::run(&recipe, &run, &self.model, context()).map(drop)
     }
@@ -179,7 +179,7 @@ impl Bench {
     }
 
     fn import(&self, run: &str, from: &str) -> Result<()> {
-        let recipe = self.recipe(&[]);
+        let recipe = Self::recipe(&[]);
         let run = self.run_dir(run, &recipe);
         let TargetModel { target, text, fingerprint, .. } = &self.model;
         prepare::import(&recipe, &run, target, &text.renderer, fingerprint, &self.at(from), context()).map(drop)

@@ -153,6 +153,7 @@ pub(super) fn regenerate(
         let mut work = Work::new(settings, target, missing, &hash)?;
         let started = Instant::now();
         let mut finished = finished;
+        let mut next_check = finished + CHECK_SPACE_EVERY;
         while work.refill()? {
             if ctx.interrupt.is_set() {
                 journal.sync()?;
@@ -163,10 +164,11 @@ pub(super) fn regenerate(
                 needed.answered(&answer);
                 done[index] = Some(answer);
                 finished += 1;
-                if finished.is_multiple_of(CHECK_SPACE_EVERY) {
-                    // Want of space is the error to report, also where it keeps the journal from the disk.
-                    needed.check().inspect_err(|_| _ = journal.sync())?;
-                }
+            }
+            if finished >= next_check {
+                // Want of space is the error to report, also where it keeps the journal from the disk.
+                needed.check().inspect_err(|_| _ = journal.sync())?;
+                next_check = finished + CHECK_SPACE_EVERY;
             }
             let rate = work.new_tokens as f64 / started.elapsed().as_secs_f64().max(1e-9);
             ctx.reporter.event(Event::Advanced { done: finished as u64, detail: &format!("{rate:.0} tok/s") });
