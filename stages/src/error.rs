@@ -89,6 +89,18 @@ pub enum Error {
         /// What to do.
         hint: String,
     },
+    /// A loss or gradient is infinite or no number, and where that began is known.
+    #[error("{what} is not finite at step {step}: {origin}")]
+    NotFinite {
+        /// Quantity concerned.
+        what: String,
+        /// Optimiser step, from 1.
+        step: u64,
+        /// Weight, or sample with loss term or gradient.
+        origin: String,
+        /// What to do.
+        hint: String,
+    },
     /// A stage has nothing it could work on, or its input contradicts itself.
     #[error("{0}")]
     Input(String),
@@ -132,6 +144,11 @@ impl From<deepspec_models::speculate::SpeculateError> for Error {
     }
 }
 
+/// Whether a write failed for want of space, on the disk or of the user's share of it.
+fn is_full(error: &std::io::Error) -> bool {
+    matches!(error.kind(), std::io::ErrorKind::StorageFull | std::io::ErrorKind::QuotaExceeded)
+}
+
 impl Error {
     /// What the user can do about it, where something can be done.
     pub fn hint(&self) -> Option<String> {
@@ -142,7 +159,7 @@ impl Error {
                 "fit it again with `deepspec eval --calibrate`, or do without it: `--set eval.calibration=false`"
                     .into(),
             ),
-            Self::Memory { hint, .. } => Some(hint.clone()),
+            Self::Memory { hint, .. } | Self::NotFinite { hint, .. } => Some(hint.clone()),
             Self::DrafterFailed { .. } => Some(
                 "look at the checkpoint with `deepspec inspect`, or use another one; the target alone decodes as ever"
                     .into(),
@@ -152,6 +169,9 @@ impl Error {
             Self::Cache(error) => error.hint(),
             Self::Confidence(error) => error.hint(),
             Self::EventFile(error) => error.hint(),
+            Self::Io(error) if is_full(error) => {
+                Some("free some space and run the same command again; what was written is kept".into())
+            }
             Self::Io(_) | Self::Recipe { .. } | Self::Input(_) | Self::Engine(_) => None,
         }
     }

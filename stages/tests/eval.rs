@@ -348,6 +348,34 @@ fn what_cannot_be_run_is_refused() {
     assert!(plain.headline()[0].contains("not compared"), "{:?}", plain.headline());
 }
 
+#[test]
+fn tools_of_a_row_are_rendered_or_the_row_is_refused_as_prepare_does() {
+    let mut bench = Bench::new();
+    let path = bench.folder.path().join("tiny.jsonl");
+    let one = ["eval.proposers=[\"plain\"]", "eval.temperatures=[0.0]", "eval.max_new_tokens=4"];
+    let turn = r#""messages": [{"role": "user", "content": "Add 1 and 2."}]"#;
+    let write = |tools: &str| fs_err::write(&path, format!("{{{turn}{tools}}}\n{{\"prompt\": \"Hi\"}}\n")).unwrap();
+    let with_tools = r#", "tools": [{"type": "function", "function": {"name": "add"}}]"#;
+
+    write(with_tools);
+    let (refused, _) = bench.run(&bench.out("refused"), &one);
+    assert_eq!((refused.sets[0].prompts, refused.sets[0].rejected), (1, 1));
+    assert!(refused.sets[0].first_rejects[0].contains("line 1: the conversation has `tools`"), "{:?}", refused.sets);
+
+    let template =
+        format!("{{% if tools %}}<|im_start|>tools\n{{{{ tools | tojson }}}}<|im_end|>\n{{% endif %}}{TEMPLATE}");
+    bench.renderer = byte_renderer(&template, &["<|im_start|>", "<|im_end|>"], "<|im_end|>", &[]);
+    let identity = |name: &str| bench.run(&bench.out(name), &one).0.identity;
+    let tools = identity("tools");
+    write("");
+    let none = identity("none");
+    write(r#", "functions": [{"name": "add"}]"#);
+    let old = identity("old");
+    write(r#", "tools": []"#);
+    assert_ne!(tools, none, "the same prompt with and without tools");
+    assert_eq!((old, identity("empty")), (tools, none));
+}
+
 /// Proposes a fixed continuation.
 struct Oracle(Vec<u32>, usize);
 
