@@ -9,6 +9,8 @@ mod environment;
 mod eval_sets;
 #[path = "text/messy.rs"]
 mod messy;
+#[path = "text/raw.rs"]
+mod raw;
 #[path = "text/rendering.rs"]
 mod rendering;
 #[path = "text/templates.rs"]
