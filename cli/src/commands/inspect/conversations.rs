@@ -198,15 +198,20 @@ fn reason(reject: &Reject) -> String {
     without_numbers(general.map_or(reason.as_str(), |(kind, _)| kind))
 }
 
-/// The text with each run of digits replaced, so that texts that differ in numbers alone are counted as one.
+/// The text with each run of digits replaced, so that texts that differ in numbers alone are counted as one. Digits of a
+/// name, such as `UTF-8`, stay.
 fn without_numbers(text: &str) -> String {
-    let runs: Vec<&str> = text.split(|c: char| c.is_ascii_digit()).collect();
     let mut result = String::with_capacity(text.len());
-    for (index, run) in runs.iter().enumerate() {
-        let follows_number = index > 0 && (index == 1 || !runs[index - 1].is_empty());
-        result.push_str(if follows_number { "N" } else { "" });
-        result.push_str(run);
+    let mut rest = text;
+    while let Some(start) = rest.find(|c: char| c.is_ascii_digit()) {
+        let (before, after) = rest.split_at(start);
+        let (number, after) = after.split_at(after.find(|c: char| !c.is_ascii_digit()).unwrap_or(after.len()));
+        let is_of_name = before.strip_suffix('-').unwrap_or(before).ends_with(char::is_alphabetic);
+        result.push_str(before);
+        result.push_str(if is_of_name { number } else { "N" });
+        rest = after;
     }
+    result.push_str(rest);
     result
 }
 
@@ -218,5 +223,8 @@ mod tests {
     fn numbers_do_not_split_reasons() {
         assert_eq!(without_numbers("`messages[12].content` is empty"), "`messages[N].content` is empty");
         assert_eq!(without_numbers("3 user turns joined"), "N user turns joined");
+        assert_eq!(without_numbers("answer 12 is empty, 3"), "answer N is empty, N");
+        assert_eq!(without_numbers("not UTF-8"), "not UTF-8");
+        assert_eq!(without_numbers("type \"mp3\" of UTF-16 at 7"), "type \"mp3\" of UTF-16 at N");
     }
 }
