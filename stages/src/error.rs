@@ -1,5 +1,8 @@
 //! Errors of the stages: facts in the variant, advice in [`Error::hint`], the lower crates' errors passed through.
 
+#[cfg(test)]
+pub(crate) mod messages;
+
 use std::path::PathBuf;
 
 /// Result of this crate.
@@ -89,6 +92,12 @@ pub enum Error {
         /// What to do.
         hint: String,
     },
+    /// A text cannot be the key of the API.
+    #[error("cannot use the API key: {problem}")]
+    ApiKey {
+        /// What is wrong with it.
+        problem: String,
+    },
     /// A stage has nothing it could work on, or its input contradicts itself.
     #[error("{0}")]
     Input(String),
@@ -135,12 +144,20 @@ impl Error {
                     .into(),
             ),
             Self::Memory { hint, .. } => Some(hint.clone()),
+            Self::ApiKey { .. } => Some(
+                "give one word of visible ASCII, such as `openssl rand -hex 32` prints; without `--api-key` and \
+                 `DEEPSPEC_API_KEY` the server asks for none"
+                    .into(),
+            ),
             Self::Model(error) => error.hint(),
             Self::Dataset(error) => error.hint(),
             Self::Cache(error) => error.hint(),
             Self::Confidence(error) => error.hint(),
             Self::EventFile(error) => error.hint(),
-            Self::Io(_) | Self::Recipe { .. } | Self::Input(_) | Self::Engine(_) => None,
+            Self::Recipe { .. } => {
+                Some("correct that in the recipe, or change the value with `--set KEY=VALUE`".into())
+            }
+            Self::Io(_) | Self::Input(_) | Self::Engine(_) => None,
         }
     }
 
