@@ -101,6 +101,14 @@ pub enum Error {
     /// A stage has nothing it could work on, or its input contradicts itself.
     #[error("{0}")]
     Input(String),
+    /// A drafter failed or gave unusable numbers where its own results are asked for.
+    #[error("{reason}, in {requests} requests")]
+    DrafterFailed {
+        /// Its name and what the last failure was.
+        reason: String,
+        /// Requests that it failed in.
+        requests: usize,
+    },
     /// An invariant of the engine does not hold.
     #[error("engine: {0}")]
     Engine(String),
@@ -147,6 +155,10 @@ impl Error {
             Self::ApiKey { .. } => Some(
                 "give one word of visible ASCII, such as `openssl rand -hex 32` prints; without `--api-key` and \
                  `DEEPSPEC_API_KEY` the server asks for none"
+                    .into(),
+            ),
+            Self::DrafterFailed { .. } => Some(
+                "look at the checkpoint with `deepspec inspect`, or use another one; the target alone decodes as ever"
                     .into(),
             ),
             Self::Model(error) => error.hint(),

@@ -122,6 +122,7 @@ fn every_message_about_speculation_reads_as_the_others_do() {
         SpeculateError::TemperatureCount { .. } => (SpeculateError::TemperatureCount { found: 3, expected: 4 }, true),
         SpeculateError::Temperature { .. } => (SpeculateError::Temperature { position: 2, value: -0.5 }, true),
         SpeculateError::NanConfidence { .. } => (SpeculateError::NanConfidence { position: 2 }, true),
+        SpeculateError::Confidence { .. } => (SpeculateError::Confidence { position: 2, value: f32::INFINITY }, true),
         SpeculateError::TooFewBlocks { .. } => (SpeculateError::TooFewBlocks { position: 2, found: 3, needed: 9 }, true),
     });
 }

@@ -79,6 +79,8 @@ fn every_message_reads_as_the_others_do() {
         Error::Memory { .. } =>
             (Error::Memory { what: "caches".into(), needed: 9, available: 8, hint: "give less".into() }, true),
         Error::ApiKey { .. } => (crate::serve::ApiKey::new("").unwrap_err(), true),
+        Error::DrafterFailed { .. } =>
+            (Error::DrafterFailed { reason: "drafter `dspark` failed: it gave no number".into(), requests: 3 }, true),
         Error::Input(_) => (Error::Input(problem()), false),
         Error::Engine(_) => (Error::Engine("no weights to average".into()), false),
         Error::Model(_) => (deepspec_models::Error::TokenRange { token: 9, vocab: 8 }.into(), true),
