@@ -99,6 +99,26 @@ fn every_refusal_says_what_is_wrong_and_what_to_do() {
 }
 
 #[test]
+fn a_fetched_model_that_was_damaged_is_found_by_a_check() {
+    let folder = tempfile::tempdir().unwrap();
+    let package = folder.path().join("fake-1.0");
+    fs_err::create_dir(&package).unwrap();
+    let model = package.join("model.gguf");
+    fs_err::write(&model, b"GGUF and no more").unwrap();
+    // Of other bytes.
+    let record = format!("{} 16\n", "ab".repeat(32));
+    fs_err::write(package.join("model.gguf.sha256"), record).unwrap();
+    for path in [&package, &model] {
+        let (error, hint) = refusal(&run(folder.path(), &["inspect", path.to_str().unwrap(), "--check"], None));
+        assert!(error.contains("has SHA-256") && error.contains(&"ab".repeat(32)), "{error}");
+        assert!(hint.contains("fetch the model again"), "{hint}");
+        // Without the check it is only damaged.
+        let (error, _) = refusal(&run(folder.path(), &["inspect", path.to_str().unwrap()], None));
+        assert!(error.contains("is corrupt at byte"), "{error}");
+    }
+}
+
+#[test]
 fn an_empty_key_of_the_environment_does_not_leave_the_server_open() {
     let folder = tempfile::tempdir().unwrap();
     for key in ["", " ", "\n"] {

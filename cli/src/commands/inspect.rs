@@ -6,6 +6,7 @@ mod cache_v2;
 mod conversations;
 mod drafter;
 mod expected;
+mod fetched;
 mod gguf;
 mod model;
 mod report;
@@ -48,16 +49,13 @@ pub(crate) fn run(arguments: &InspectArguments, printer: &Printer, context: Cont
     let path = &fetched_model_in(&arguments.path).unwrap_or_else(|| arguments.path.clone());
     let kind = detect(path)?;
     refuse_options(arguments, kind)?;
-    let mut report = match kind {
+    let report = match kind {
         Kind::TargetCache => target_cache::inspect(arguments, context)?,
         Kind::CacheV2 => cache_v2::inspect(arguments, context)?,
-        Kind::Model => model::inspect(path, arguments.model.as_deref())?,
-        Kind::Gguf => gguf::inspect(path)?,
+        Kind::Model => fetched::inspect(path, arguments.check, || model::inspect(path, arguments.model.as_deref()))?,
+        Kind::Gguf => fetched::inspect(path, arguments.check, || gguf::inspect(path))?,
         Kind::Conversations => conversations::inspect(arguments, printer.is_verbose(), context)?,
     };
-    if arguments.check && matches!(kind, Kind::Model | Kind::Gguf) {
-        model::add_check(&mut report, path)?;
-    }
     print(&report, printer)?;
     match report.problem_count() {
         0 => Ok(()),

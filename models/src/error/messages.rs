@@ -79,10 +79,10 @@ fn every_message_reads_as_the_others_do() {
         Error::NoFourBits { .. } => (Error::NoFourBits { path: path(), layers: 7 }, true),
         Error::Corrupt { .. } =>
             (Error::Corrupt { path: path(), offset: 8, at: "magic".into(), problem: "expected `GGUF`".into() }, true),
-        Error::Safetensors { .. } => {
-            let source = Box::new(safetensors::SafeTensorError::InvalidHeaderStart);
-            (Error::Safetensors { path: path(), source }, true)
-        },
+        Error::Safetensors { .. } => ({
+            let source = Box::new(safetensors::SafeTensorError::HeaderTooSmall);
+            Error::Safetensors { path: path(), source }
+        }, true),
         Error::ShardIndex { .. } =>
             (Error::ShardIndex { path: path(), tensor: text(), problem: "is in no shard".into() }, true),
         Error::TensorMissing { .. } => (Error::TensorMissing { path: path(), tensor: text(), expected: vec![2, 3] }, true),
@@ -90,10 +90,10 @@ fn every_message_reads_as_the_others_do() {
             (Error::TensorShape { path: path(), tensor: text(), expected: vec![2, 3], found: vec![3] }, true),
         Error::TensorDtype { .. } =>
             (Error::TensorDtype { path: path(), tensor: text(), found: "F64".into(), expected: "F32 or BF16" }, true),
-        Error::TensorEntry { .. } => {
+        Error::TensorEntry { .. } => ({
             let (found, expected) = ("9, for token 9".into(), "at most 8".into());
-            (Error::TensorEntry { path: path(), tensor: text(), entry: 4, found, expected }, true)
-        },
+            Error::TensorEntry { path: path(), tensor: text(), entry: 4, found, expected }
+        }, true),
         Error::TensorsUnused { .. } => (Error::TensorsUnused { path: path(), tensors: vec![text(), text()] }, true),
         Error::CacheFull { .. } => (Error::CacheFull { slot: 1, needed: 9, capacity: 8 }, true),
         Error::TokenRange { .. } => (Error::TokenRange { token: 9, vocab: 8 }, true),

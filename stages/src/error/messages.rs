@@ -71,10 +71,10 @@ fn every_message_reads_as_the_others_do() {
         Error::Recipe { .. } => (Error::Recipe { origin: format!("`{PATH}`"), problem: problem() }, true),
         Error::ModelSource { .. } => (Error::ModelSource { model: NAME.into(), problem: problem(), hint: hint() }, true),
         Error::RunDir { .. } => (Error::RunDir { path: path(), problem: problem(), hint: hint() }, true),
-        Error::Mismatch { .. } => {
+        Error::Mismatch { .. } => ({
             let what = "the size of the vocabulary".to_owned();
-            (Error::Mismatch { what, left: "8 here".into(), right: "9 there".into(), hint: hint() }, true)
-        },
+            Error::Mismatch { what, left: "8 here".into(), right: "9 there".into(), hint: hint() }
+        }, true),
         Error::Calibration { .. } => (Error::Calibration { path: path(), problem: problem() }, true),
         Error::Memory { .. } =>
             (Error::Memory { what: "caches".into(), needed: 9, available: 8, hint: "give less".into() }, true),

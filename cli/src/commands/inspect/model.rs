@@ -11,7 +11,6 @@ use deepspec_models::config::{DraftConfig, MarkovHeadType, TargetConfig};
 use deepspec_models::draft::DraftVocabulary;
 use deepspec_models::formats::{Format, detect};
 use deepspec_models::weights::{SINGLE_FILE, Weights};
-use deepspec_stages::model_source::check_fetched;
 use serde_json::{Value, json};
 
 use super::drafter;
@@ -29,27 +28,6 @@ const VOCABULARY_TYPES: [&str; 4] = ["I64", "I32", "U8", "BOOL"];
 const DERIVED_BUFFERS: [&str; 2] = ["rotary_emb.inv_freq", "rope_freqs.weight"];
 /// Tensors of a drafter that are copies of the target's.
 const FROZEN: [&str; 2] = ["embed_tokens.weight", "lm_head.weight"];
-
-/// Adds what a check of a fetched model found.
-///
-/// # Errors
-/// It cannot be read, or nothing says what was fetched.
-pub(super) fn add_check(report: &mut Report, path: &Path) -> anyhow::Result<()> {
-    let check = check_fetched(path)?.ok_or_else(|| Refusal {
-        problem: format!("cannot check `{}`: nothing beside it says what was fetched", path.display()),
-        hint: Some(
-            "models fetched as `pypi:NAME` and those in the Hub's cache can be checked; leave `--check` out".into(),
-        ),
-    })?;
-    report.facts(
-        "check",
-        json!({ "sound": check.problems.is_empty(), "files_read": check.files, "total_bytes": check.bytes }),
-    );
-    for problem in check.problems {
-        report.problem(problem);
-    }
-    Ok(())
-}
 
 /// A configuration that could be read.
 enum Config {
