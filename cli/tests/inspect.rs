@@ -76,7 +76,7 @@ fn mistakes_of_the_user_are_1_with_words_on_stderr() {
     let parquet = dir.join("data.parquet");
     fs_err::write(&parquet, b"PAR1rest").unwrap();
     let path = |path: &Path| path.to_str().unwrap().to_owned();
-    let cases: [(Vec<String>, &str); 9] = [
+    let cases: [(Vec<String>, &str); 10] = [
         (vec![], "Usage"),
         (vec!["inspect".into(), path(&dir), "--bogus".into()], "--bogus"),
         (vec!["inspect".into(), path(&damaged), "--quiet".into(), "--verbose".into()], "--verbose"),
@@ -84,7 +84,8 @@ fn mistakes_of_the_user_are_1_with_words_on_stderr() {
         (vec!["inspect".into(), path(&dir)], "neither `manifest.json`"),
         (vec!["inspect".into(), path(&damaged)], "is corrupt at byte"),
         (vec!["inspect".into(), path(&renamed)], "does not start with `GGUF`"),
-        (vec!["inspect".into(), path(&damaged), "--check".into()], "`--check` is for target caches"),
+        (vec!["inspect".into(), path(&damaged), "--check".into()], "nothing beside it says what was fetched"),
+        (vec!["inspect".into(), path(&parquet), "--check".into()], "`--check` is for target caches"),
         (vec!["inspect".into(), path(&parquet)], "Parquet"),
     ];
     for (arguments, expected) in cases {

@@ -93,6 +93,33 @@ struct Text {
     segments: Vec<Segment>,
 }
 
+/// A serving prompt that is not encoded yet.
+pub struct PromptText<'r> {
+    renderer: &'r Renderer,
+    text: Text,
+}
+
+impl PromptText<'_> {
+    /// Tokens that it has at the least; see [`Tokenizer::fewest_tokens`].
+    pub fn fewest_tokens(&self) -> usize {
+        let pieces = self.text.segments.iter();
+        let tokens = |piece: &Segment| {
+            let plain = || self.renderer.tokenizer.fewest_tokens(&self.text.plain[piece.range.clone()]);
+            if piece.special.is_some() { 1 } else { plain() }
+        };
+        pieces.map(tokens).sum()
+    }
+
+    /// Its tokens.
+    ///
+    /// # Errors
+    /// Those of the tokenizer.
+    pub fn encode(&self) -> Result<Vec<u32>, Error> {
+        let tokens = self.renderer.encode(&self.text, &[], Limits::NONE)?;
+        Ok(tokens.into_iter().map(|(id, _)| id).collect())
+    }
+}
+
 /// Bytes of one answer in a rendered text.
 struct AnswerText {
     message: usize,
@@ -163,8 +190,15 @@ impl Renderer {
     /// # Errors
     /// Those of the template and the tokenizer.
     pub fn render_prompt(&self, messages: &[Message], tools: Option<&Value>) -> Result<Vec<u32>, Error> {
-        let tokens = self.encode(&self.text(messages, tools, true)?, &[], Limits::NONE)?;
-        Ok(tokens.into_iter().map(|(id, _)| id).collect())
+        self.prompt_text(messages, tools)?.encode()
+    }
+
+    /// The text of the serving prompt, for callers who want to know how long it is before they have it encoded.
+    ///
+    /// # Errors
+    /// Those of the template.
+    pub fn prompt_text(&self, messages: &[Message], tools: Option<&Value>) -> Result<PromptText<'_>, Error> {
+        Ok(PromptText { renderer: self, text: self.text(messages, tools, true)? })
     }
 
     /// A conversation that ends with an answer, as tokens with a loss mask. The ids before the first supervised token

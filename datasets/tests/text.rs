@@ -13,6 +13,8 @@ mod formats;
 mod invisible;
 #[path = "text/messy.rs"]
 mod messy;
+#[path = "text/raw.rs"]
+mod raw;
 #[path = "text/rendering.rs"]
 mod rendering;
 #[path = "text/templates.rs"]

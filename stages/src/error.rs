@@ -1,5 +1,8 @@
 //! Errors of the stages: facts in the variant, advice in [`Error::hint`], the lower crates' errors passed through.
 
+#[cfg(test)]
+pub(crate) mod messages;
+
 use std::path::PathBuf;
 
 /// Result of this crate.
@@ -101,6 +104,12 @@ pub enum Error {
         /// What to do.
         hint: String,
     },
+    /// A text cannot be the key of the API.
+    #[error("cannot use the API key: {problem}")]
+    ApiKey {
+        /// What is wrong with it.
+        problem: String,
+    },
     /// A stage has nothing it could work on, or its input contradicts itself.
     #[error("{0}")]
     Input(String),
@@ -160,6 +169,11 @@ impl Error {
                     .into(),
             ),
             Self::Memory { hint, .. } | Self::NotFinite { hint, .. } => Some(hint.clone()),
+            Self::ApiKey { .. } => Some(
+                "give one word of visible ASCII, such as `openssl rand -hex 32` prints; without `--api-key` and \
+                 `DEEPSPEC_API_KEY` the server asks for none"
+                    .into(),
+            ),
             Self::DrafterFailed { .. } => Some(
                 "look at the checkpoint with `deepspec inspect`, or use another one; the target alone decodes as ever"
                     .into(),
@@ -172,7 +186,10 @@ impl Error {
             Self::Io(error) if is_full(error) => {
                 Some("free some space and run the same command again; what was written is kept".into())
             }
-            Self::Io(_) | Self::Recipe { .. } | Self::Input(_) | Self::Engine(_) => None,
+            Self::Recipe { .. } => {
+                Some("correct that in the recipe, or change the value with `--set KEY=VALUE`".into())
+            }
+            Self::Io(_) | Self::Input(_) | Self::Engine(_) => None,
         }
     }
 

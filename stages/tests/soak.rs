@@ -184,6 +184,7 @@ fn memory_stays_flat_where_long_prompts_run_beside_a_resting_drafter() {
         queue: 8,
         drain: Duration::from_secs(20),
         reasoning: None,
+        connections: 64,
         patience: Duration::from_secs(30),
         confidence_threshold: 0.0,
         has_drafter: true,

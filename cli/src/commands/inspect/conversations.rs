@@ -244,5 +244,7 @@ mod tests {
         assert_eq!(without_numbers("3 user turns joined"), "N user turns joined");
         assert_eq!(without_numbers("not UTF-8, line 12 of 34"), "not UTF-8, line N of N");
         assert_eq!(without_numbers("`cl100k_base` has 7"), "`cl100k_base` has N");
+        assert_eq!(without_numbers("answer 12 is empty, 3"), "answer N is empty, N");
+        assert_eq!(without_numbers("type \"mp3\" of UTF-16 at 7"), "type \"mp3\" of UTF-16 at N");
     }
 }
