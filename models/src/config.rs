@@ -24,6 +24,9 @@ pub use self::rope::{RopeConfig, RopeScaling, YarnScaling};
 use crate::error::{Error, Result};
 use crate::gguf::Gguf;
 
+/// Most layers that a file may state; far more than any model has, and few enough to list their tensors.
+const MAX_LAYERS: usize = 4096;
+
 /// Architecture of a target.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Family {
@@ -321,6 +324,14 @@ impl TargetConfig {
     }
 
     fn validate(&self, path: &Path) -> Result<()> {
+        if self.num_hidden_layers > MAX_LAYERS {
+            return Err(Error::field(
+                path,
+                "num_hidden_layers",
+                self.num_hidden_layers,
+                format!("at most {MAX_LAYERS}"),
+            ));
+        }
         let kv = self.num_key_value_heads;
         if kv == 0 || !self.num_attention_heads.is_multiple_of(kv) {
             let expected = format!("a divisor of the {} attention heads", self.num_attention_heads);

@@ -1,5 +1,7 @@
 //! A recipe's drafter: its configuration, and a trained checkpoint loaded for inference. [`Drafter`] holds one of any kind.
 
+pub mod limits;
+
 use std::path::Path;
 
 use candle_core::{DType, Device, Tensor};

@@ -55,7 +55,7 @@ pub enum RopeScaling {
 
 impl RopeScaling {
     /// Spelling in `config.json`.
-    fn name(self) -> &'static str {
+    pub fn name(self) -> &'static str {
         match self {
             Self::None => "default",
             Self::Linear { .. } => "linear",
@@ -219,7 +219,10 @@ impl RopeConfig {
         check(dim > 0 && dim.is_multiple_of(2), "partial_rotary_factor", share, &even)?;
         match self.scaling {
             RopeScaling::None => Ok(()),
-            RopeScaling::Linear { factor } => check(factor.is_finite() && factor > 0.0, "factor", factor, "above 0"),
+            RopeScaling::Linear { factor } => {
+                let is_usable = factor.is_finite() && factor > 0.0 && (1.0 / factor) < f64::from(f32::MAX);
+                check(is_usable, "factor", factor, "above 0, with an inverse in single precision")
+            }
             RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, .. } => {
                 check(factor.is_finite() && factor >= 1.0, "factor", factor, "at least 1")?;
                 let expected = format!("above low_freq_factor {low_freq_factor}");

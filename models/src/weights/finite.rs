@@ -81,6 +81,15 @@ impl Weights {
             || Error::TensorMissing { path: self.path.clone(), tensor: name.to_owned(), expected: Vec::new() };
         self.entries.get(name).ok_or_else(missing)?.check_finite()
     }
+
+    /// Whether tensor `name` is there, and of a type of blocks that is read where it is one of a GGUF file.
+    pub fn has_readable_type(&self, name: &str) -> bool {
+        match self.entries.get(name).map(|entry| &entry.place) {
+            Some(Place::Gguf { file, name, .. }) => file.tensor_info(name).is_some_and(|info| info.dtype.is_some()),
+            Some(Place::Shard { .. }) => true,
+            None => false,
+        }
+    }
 }
 
 impl Entry {

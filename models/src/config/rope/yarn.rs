@@ -140,7 +140,8 @@ impl YarnScaling {
         };
         check(self.factor.is_finite() && self.factor >= 1.0, "factor", self.factor, "at least 1")?;
         let attention = self.attention_factor;
-        check(attention.is_finite() && attention > 0.0, "attention_factor", attention, "above 0")?;
+        let fits = attention > 0.0 && attention < f64::from(f32::MAX);
+        check(fits, "attention_factor", attention, "above 0, in single precision")?;
         check(self.beta_slow > 0.0 && self.beta_slow.is_finite(), "beta_slow", self.beta_slow, "above 0")?;
         let expected = format!("above beta_slow {}", self.beta_slow);
         let above = self.beta_fast.is_finite() && self.beta_fast > self.beta_slow;
