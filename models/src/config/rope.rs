@@ -118,9 +118,17 @@ impl RopeConfig {
             }
             Ok(found.map(|(_, number)| number))
         };
-        let trained = fields.optional_size("max_position_embeddings")?;
+        const ORIGINAL: &str = "original_max_position_embeddings";
+        let trained = match fields.optional_size(ORIGINAL)? {
+            Some(original) => Some(original),
+            None => fields.optional_size("max_position_embeddings")?,
+        };
         let scaling = |parameters: Option<Fields<'_>>| {
-            parameters.map(|parameters| scaling_from_fields(&parameters, trained)).transpose()
+            let read = |parameters: Fields<'_>| {
+                fields.or_in(Some(parameters), ORIGINAL)?;
+                scaling_from_fields(&parameters, trained)
+            };
+            parameters.map(read).transpose()
         };
         let scaling = match (scaling(new)?.flatten(), scaling(old)?.flatten()) {
             (Some(new), Some(old)) if new != old => {

@@ -186,6 +186,10 @@ fn yarn_is_written_and_read_back_by_targets_and_drafters() {
         panic!("not YaRN")
     };
     assert_eq!(yarn.original_max_position_embeddings, 64);
+    // Or what stands beside the parameters.
+    let beside = json!({"original_max_position_embeddings": 32, "rope_scaling": {"type": "yarn", "factor": 4.0}});
+    let inside = json!({"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}});
+    assert_eq!(rope_of(6, beside).unwrap(), rope_of(6, inside).unwrap());
 }
 
 #[test]
@@ -232,6 +236,10 @@ fn rotary_embeddings_that_two_places_state_differently_are_refused_with_both() {
         (
             json!({"rope_parameters": {"rope_theta": 1e6}, "rope_scaling": {"type": "linear", "factor": 2.0, "rope_theta": 5e5}}),
             ["`rope_scaling.rope_theta`", "500000", "`rope_parameters.rope_theta`", "1000000"],
+        ),
+        (
+            json!({"original_max_position_embeddings": 16, "rope_scaling": yarn}),
+            ["`rope_scaling.original_max_position_embeddings`", "32", "`original_max_position_embeddings`", "16"],
         ),
         (
             json!({"partial_rotary_factor": 0.5, "rope_parameters": {"partial_rotary_factor": 1.0}}),

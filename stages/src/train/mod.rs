@@ -14,7 +14,7 @@ pub mod step;
 pub mod tensorboard;
 pub mod vocabulary;
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
 

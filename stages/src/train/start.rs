@@ -125,3 +125,132 @@ fn other_vocabulary(there: Option<&DraftVocabulary>, here: Option<&DraftVocabula
     }
     Some(difference("draft vocabulary", &text(there), &here_text))
 }
+
+#[cfg(test)]
+mod tests {
+    use candle_core::{DType, Device};
+    use deepspec_models::config::{RopeScaling, YarnScaling};
+
+    use super::*;
+
+    const BLOCK: &str = "decode/dspark_vanilla";
+    const EAGLE3: &str = "decode/eagle3";
+
+    /// What is said of a golden drafter as a start for itself with changes.
+    fn said(name: &str, change: impl Fn(&mut DrafterConfig)) -> Result<(), String> {
+        let folder = Path::new("../models/tests/golden").join(name);
+        let saved = DrafterConfig::from_folder(&folder).unwrap();
+        let weights = Weights::from_folder(&folder, DType::F32, &Device::Cpu).unwrap();
+        let mut config = saved.clone();
+        change(&mut config);
+        check(&folder, &saved, &weights, &config, None).map_err(|error| {
+            assert!(error.hint().is_some_and(|hint| hint.contains("init.from")));
+            error.to_string()
+        })
+    }
+
+    fn block(change: impl Fn(&mut DraftConfig)) -> Result<(), String> {
+        said(BLOCK, |config| match config {
+            DrafterConfig::Block(config) => change(config),
+            DrafterConfig::Eagle3(_) => panic!("not a block drafter"),
+        })
+    }
+
+    fn assert_told(said: Result<(), String>, parts: &[&str]) {
+        let text = said.unwrap_err();
+        assert!(parts.iter().all(|part| text.contains(part)), "{parts:?}: {text}");
+    }
+
+    #[test]
+    fn a_drafter_is_a_start_for_itself_and_for_more_anchors_or_longer_blocks() {
+        assert_eq!(said(BLOCK, |_| {}), Ok(()));
+        assert_eq!(said(EAGLE3, |_| {}), Ok(()));
+        assert_eq!(block(|config| (config.num_anchors, config.block_size) = (99, 7)), Ok(()));
+    }
+
+    #[test]
+    fn everything_that_gives_a_block_drafters_tensors_their_meaning_is_compared() {
+        assert_told(
+            block(|c| c.target_layer_ids.reverse()),
+            &["target_layer_ids differs: [0, 2, 4] in", "[4, 2, 0] in"],
+        );
+        assert_told(block(|c| c.target_layer_ids[1] = 3), &["target_layer_ids differs", "[0, 3, 4] in the recipe"]);
+        assert_told(block(|c| c.mask_token_id = 7), &["mask_token_id differs: 6 in the checkpoint, 7 in the recipe"]);
+        assert_told(block(|c| c.sliding_window = Some(64)), &["sliding_window differs: none in", "64 in the recipe"]);
+        assert_told(block(|c| c.sample_from_anchor = false), &["block layout differs: anchor-first in", "1+N in"]);
+        assert_told(block(|c| c.body.rope.theta = 5e5), &["rope differs: theta 1000000", "theta 500000"]);
+        assert_told(
+            block(|c| c.body.rope.scaling = RopeScaling::Linear { factor: 2.0 }),
+            &["default scaling", "linear"],
+        );
+        let yarn = YarnScaling {
+            factor: 2.0,
+            original_max_position_embeddings: 64,
+            beta_fast: 32.0,
+            beta_slow: 1.0,
+            truncate: true,
+            attention_factor: 1.5,
+        };
+        assert_told(block(|c| c.body.rope.scaling = RopeScaling::Yarn(yarn)), &["yarn scaling", "length 1.5"]);
+        assert_told(
+            block(|c| c.body.qk_norm = false),
+            &["qk_norm differs: true in the checkpoint, false in the recipe"],
+        );
+        assert_told(block(|c| c.body.rms_norm_eps = 1e-5), &["rms_norm_eps differs: 0.000001 in", "0.00001 in"]);
+        assert_told(
+            block(|c| c.markov_head_type = Some(MarkovHeadType::Rnn)),
+            &["Markov head differs: vanilla in", "rnn in"],
+        );
+        assert_told(block(|c| c.markov_rank = 8), &["markov_rank differs: 16 in the checkpoint, 8 in the recipe"]);
+        assert_told(block(|c| c.enable_confidence_head = false), &["confidence head differs: true in", "false in"]);
+        assert_told(block(|c| c.confidence_head_with_markov = false), &["confidence_head_with_markov differs"]);
+        assert_told(block(|c| c.body.num_attention_heads = 2), &["num_attention_heads differs: 4 in", "2 in"]);
+    }
+
+    #[test]
+    fn all_differences_are_told_at_once() {
+        let all = block(|config| {
+            config.target_layer_ids.swap(0, 1);
+            config.mask_token_id = 9;
+            config.body.rope.theta = 1e4;
+            config.sliding_window = Some(32);
+        });
+        assert_told(
+            all,
+            &["target_layer_ids differs", "mask_token_id differs", "rope differs", "sliding_window differs"],
+        );
+    }
+
+    #[test]
+    fn an_eagle3_drafter_is_compared_likewise_and_another_kind_is_refused_as_such() {
+        let eagle3 = |change: &dyn Fn(&mut Eagle3Config)| {
+            said(EAGLE3, |config| match config {
+                DrafterConfig::Eagle3(config) => change(config),
+                DrafterConfig::Block(_) => panic!("not Eagle3"),
+            })
+        };
+        assert_told(eagle3(&|c| c.target_layer_ids.swap(0, 1)), &["target_layer_ids differs: [0, 1,", "[1, 0,"]);
+        assert_told(eagle3(&|c| c.norm_before_residual = true), &["norm_before_residual differs: false in", "true in"]);
+        assert_told(eagle3(&|c| c.body.rope.theta = 2e6), &["rope differs"]);
+        assert_eq!(eagle3(&|c| c.ttt_length = 2), Ok(()));
+        let other = DrafterConfig::from_folder(Path::new("../models/tests/golden").join(BLOCK)).unwrap();
+        let text = said(EAGLE3, |config| *config = other.clone()).unwrap_err();
+        assert!(
+            text.ends_with("kind of drafter differs: Eagle3 in the checkpoint, a block drafter in the recipe"),
+            "{text}"
+        );
+    }
+
+    #[test]
+    fn draft_vocabularies_of_other_tokens_are_told_with_how_many_differ() {
+        let counts: Vec<u64> = (0..320).collect();
+        let (there, here) =
+            (DraftVocabulary::most_frequent(&counts, &[], 9), DraftVocabulary::most_frequent(&counts, &[2], 9));
+        let (there, here) = (there.unwrap(), here.unwrap());
+        assert_eq!(other_vocabulary(Some(&there), Some(&there)), None);
+        let text = other_vocabulary(Some(&there), Some(&here)).unwrap();
+        assert!(text.contains("9 tokens in the checkpoint") && text.contains("without 1 of those"), "{text}");
+        let text = other_vocabulary(None, Some(&here)).unwrap();
+        assert!(text.contains("all tokens in the checkpoint, 9 tokens in the recipe"), "{text}");
+    }
+}
