@@ -162,7 +162,9 @@ fn eagle3_from_prompts_to_a_lossless_report() {
         let renderer = &bench.model.text.renderer;
         let target = &bench.model.target;
         let report = eval::run(&recipe, &run.eval(), target, Some(&drafter), renderer, &provenance(), context).unwrap();
-        assert_eq!((report.lossless, report.compared), (Some(true), 9));
+        // A drafter of three steps may accept nothing; then equal answers show nothing.
+        assert_ne!(report.lossless, Some(false));
+        assert_eq!((report.comparison.answers, report.comparison.different), (9, 0));
         let info = report.drafter.unwrap();
         assert_eq!((info.name.as_str(), info.block_size, info.layers), ("eagle3", STEPS, 1));
         for result in &report.temperatures {
