@@ -51,9 +51,10 @@ impl Bench {
     }
 
     fn run(&self, prompts: usize) -> EvalOutcome {
-        let rows: String = (0..prompts).map(|i| format!("{{\"prompt\": \"Number {i} & <b>more</b>\"}}\n")).collect();
+        let rows: Vec<String> =
+            (0..prompts).map(|i| format!("{{\"prompt\": \"Number {i} & <b>more</b>\"}}\n")).collect();
         let file = self.folder.path().join("prompts.jsonl");
-        fs_err::write(&file, rows).unwrap();
+        fs_err::write(&file, rows.concat()).unwrap();
         let overrides = [
             format!("eval.prompts=[{:?}]", file.to_str().unwrap()),
             "eval.limit=none".into(),
