@@ -157,6 +157,36 @@ fn a_file_without_usable_rows_is_a_problem() {
 }
 
 #[test]
+fn invisible_characters_are_counted_and_names_keep_their_digits() {
+    let (_guard, dir) = folder();
+    let path = dir.join("rows.jsonl");
+    let mut rows =
+        "{\"prompt\": \"a\u{200b}\u{202e}b\"}\n{\"prompt\": \"\u{1f468}\u{200d}\u{1f469}\"}\n".as_bytes().to_vec();
+    rows.extend_from_slice(b"{\"prompt\": \"\xe9\"}\n{\"prompt\": \"x\xe9\"}\n");
+    fs_err::write(&path, rows).unwrap();
+    let report = report(&path, &[], 0);
+    assert_eq!(report["invisible_characters"], json!({ "rows": 1, "bidi_controls": 1, "zero_width_spaces": 1 }));
+    assert_eq!(report["rejects"], json!([{ "rows": 2, "reason": "not UTF-8" }]));
+}
+
+#[test]
+fn a_file_of_which_nothing_can_be_used_says_what_to_do_about_its_rows() {
+    let (_guard, dir) = folder();
+    let path = dir.join("rows.jsonl");
+    for (rows, part) in
+        [("{\"chosen\": []}\n", ".chosen"), ("plain words\n", "jq -R"), ("{\"messages\": []}\n", "a user turn")]
+    {
+        fs_err::write(&path, rows).unwrap();
+        let report = report(&path, &[], 1);
+        assert!(report["problems"][0]["hint"].as_str().unwrap().contains(part), "{report}");
+    }
+    fs_err::write(&path, "prompt,response\nHi,Hello\n").unwrap();
+    let refused = inspect(&path, &[]);
+    assert_eq!(refused.status.code(), Some(1));
+    assert!(stderr(&refused).contains("(CSV)") && stderr(&refused).contains("hint: "), "{}", stderr(&refused));
+}
+
+#[test]
 fn caches_show_their_manifest_and_masked_samples() {
     let (_guard, dir) = folder();
     let (cache, model) = (dir.join("cache"), dir.join("model"));
@@ -220,6 +250,39 @@ fn drafters_show_their_layout_and_layers_in_every_convention() {
     assert_eq!(report["weights"]["tensors_per_type"], json!({ "BF16": 17 }));
     let fc = report["tensors"].as_array().unwrap().iter().find(|row| row["name"] == "fc.weight").unwrap();
     assert_eq!(*fc, json!({ "name": "fc.weight", "shape": [8, 16], "type": "BF16" }));
+}
+
+/// Overwrites a stored half of a tensor of a safetensors file.
+fn poison(file: &Path, tensor: &str, place: usize, half: u16) {
+    let mut bytes = fs_err::read(file).unwrap();
+    let header = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    let entries: Value = serde_json::from_slice(&bytes[8..8 + header]).unwrap();
+    let start = entries[tensor]["data_offsets"][0].as_u64().unwrap() as usize;
+    let at = 8 + header + start + 2 * place;
+    bytes[at..at + 2].copy_from_slice(&half.to_le_bytes());
+    fs_err::write(file, bytes).unwrap();
+}
+
+#[test]
+fn every_tensor_with_values_that_are_not_finite_is_a_problem() {
+    let (_guard, dir) = folder();
+    write_drafter(&dir, &drafter_tensors());
+    let file = dir.join("model.safetensors");
+    poison(&file, "fc.weight", 16 * 3 + 5, 0x7fc0);
+    poison(&file, "markov_head.markov_w1.weight", 2 * 7, 0xff80);
+    poison(&file, "markov_head.markov_w1.weight", 2 * 7 + 1, 0x7f80);
+    // The largest value is one.
+    poison(&file, "norm.weight", 0, 0x7f7f);
+    let report = report(&dir, &[], 1);
+    let problems = problems(&report);
+    assert_eq!(problems.len(), 2, "{report}");
+    assert!(
+        problems[0].contains("tensor `fc.weight` holds NaN (1 of its values), the first at row 3, column 5"),
+        "{report}"
+    );
+    let second = "tensor `markov_head.markov_w1.weight` holds infinity (2 of its values), the first at row 7, column 0";
+    assert!(problems[1].contains(second) && problems[1].contains("model.safetensors"), "{report}");
+    assert_eq!(run(&["inspect", dir.to_str().unwrap()]).status.code(), Some(1));
 }
 
 #[test]

@@ -90,9 +90,10 @@ impl TargetEnds {
     }
 }
 
-/// Inverse frequencies as the configuration has them, scaling applied.
+/// Inverse frequencies and size of the rotation as the configuration has them, scaling applied.
 pub fn rope_frequencies(config: &TargetConfig) -> RopeFrequencies {
-    RopeFrequencies::new(config.rope.inverse_frequencies(config.head_dim), config.head_dim)
+    let frequencies = RopeFrequencies::new(config.rope.inverse_frequencies(config.head_dim), config.head_dim);
+    frequencies.scaled(config.rope.attention_factor())
 }
 
 /// Head sizes of a configuration.
@@ -154,6 +155,11 @@ impl Target {
     pub fn four_bit_bytes(&self) -> usize {
         let is_four_bit = |l: &&Linear| matches!(l, Linear::Frozen { weight } if weight.precision() == Precision::Q4);
         self.linears().filter(is_four_bit).map(Linear::bytes).sum()
+    }
+
+    /// Bytes of the embedding table, of which a step reads a row per token.
+    pub fn embedding_bytes(&self) -> usize {
+        self.embed_tokens.elem_count() * self.embed_tokens.dtype().size_in_bytes()
     }
 
     /// An empty cache for this model.

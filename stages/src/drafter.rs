@@ -1,5 +1,7 @@
 //! A recipe's drafter: its configuration, and a trained checkpoint loaded for inference. [`Drafter`] holds one of any kind.
 
+pub mod limits;
+
 use std::path::Path;
 
 use candle_core::{DType, Device, Tensor};
@@ -7,6 +9,7 @@ use deepspec_models::config::{DraftConfig, DrafterConfig, Eagle3Config, MarkovHe
 use deepspec_models::draft::{DSpark, Eagle3, ParameterSource};
 use deepspec_models::formats::{Canonical, Lender};
 use deepspec_models::linear::Linear;
+use deepspec_models::return_freed_memory;
 use deepspec_models::speculate::{DSparkProposer, Eagle3Proposer, Proposer, Temperatures};
 use deepspec_models::target::Target;
 use deepspec_models::weights::Weights;
@@ -150,6 +153,13 @@ fn block_config(recipe: &Recipe, target: &TargetConfig) -> Result<DraftConfig> {
     let draft = &recipe.draft;
     let dspark = draft.algorithm == Algorithm::Dspark;
     let markov_rank = if dspark { draft.markov_rank } else { 0 };
+    if markov_rank > target.vocab_size {
+        let problem = format!(
+            "`draft.markov_rank` is {markov_rank}, allowed: at most the target's vocabulary of {}",
+            target.vocab_size
+        );
+        return Err(Error::Recipe { origin: "for this target".into(), problem });
+    }
     let mut body = DraftConfig::body_of(target, draft.num_layers);
     body.qk_norm = draft.qk_norm;
     let config = DraftConfig {
@@ -231,7 +241,9 @@ fn load(folder: &Path, checkpoint: Canonical, target: &TargetConfig, precision: 
             });
         }
     }
-    drafter_of(config, &weights, precision)
+    let drafter = drafter_of(config, &weights, precision)?;
+    return_freed_memory();
+    Ok(drafter)
 }
 
 /// A drafter for inference from the tensors of its checkpoint, every one of which must be used.

@@ -72,6 +72,14 @@ pub enum Error {
         /// What to do.
         hint: Option<String>,
     },
+    /// A checkpoint cannot be the start of a training run, since its tensors mean something else.
+    #[error("cannot start from `{}`: {}", folder.display(), differences.join("; "))]
+    OtherStart {
+        /// The checkpoint.
+        folder: PathBuf,
+        /// Everything that differs, each with both sides.
+        differences: Vec<String>,
+    },
     /// The table of confidence temperatures beside a checkpoint cannot be used.
     #[error("calibration `{}`: {problem}", path.display())]
     Calibration {
@@ -89,6 +97,18 @@ pub enum Error {
         needed: u64,
         /// Bytes to be had.
         available: u64,
+        /// What to do.
+        hint: String,
+    },
+    /// A loss or gradient is infinite or no number, and where that began is known.
+    #[error("{what} is not finite at step {step}: {origin}")]
+    NotFinite {
+        /// Quantity concerned.
+        what: String,
+        /// Optimiser step, from 1.
+        step: u64,
+        /// Weight, or sample with loss term or gradient.
+        origin: String,
         /// What to do.
         hint: String,
     },
@@ -141,17 +161,26 @@ impl From<deepspec_models::speculate::SpeculateError> for Error {
     }
 }
 
+/// Whether a write failed for want of space, on the disk or of the user's share of it.
+fn is_full(error: &std::io::Error) -> bool {
+    matches!(error.kind(), std::io::ErrorKind::StorageFull | std::io::ErrorKind::QuotaExceeded)
+}
+
 impl Error {
     /// What the user can do about it, where something can be done.
     pub fn hint(&self) -> Option<String> {
         match self {
             Self::Interrupted { .. } => Some("run the same command again to go on from there".into()),
             Self::ModelSource { hint, .. } | Self::RunDir { hint, .. } | Self::Mismatch { hint, .. } => hint.clone(),
+            Self::OtherStart { .. } => Some(
+                "set the keys of the recipe as the checkpoint has them, with its target and its cache, or leave out `init.from`"
+                    .into(),
+            ),
             Self::Calibration { .. } => Some(
                 "fit it again with `deepspec eval --calibrate`, or do without it: `--set eval.calibration=false`"
                     .into(),
             ),
-            Self::Memory { hint, .. } => Some(hint.clone()),
+            Self::Memory { hint, .. } | Self::NotFinite { hint, .. } => Some(hint.clone()),
             Self::ApiKey { .. } => Some(
                 "give one word of visible ASCII, such as `openssl rand -hex 32` prints; without `--api-key` and \
                  `DEEPSPEC_API_KEY` the server asks for none"
@@ -166,6 +195,9 @@ impl Error {
             Self::Cache(error) => error.hint(),
             Self::Confidence(error) => error.hint(),
             Self::EventFile(error) => error.hint(),
+            Self::Io(error) if is_full(error) => {
+                Some("free some space and run the same command again; what was written is kept".into())
+            }
             Self::Recipe { .. } => {
                 Some("correct that in the recipe, or change the value with `--set KEY=VALUE`".into())
             }

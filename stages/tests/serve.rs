@@ -6,6 +6,8 @@ mod admission;
 mod common;
 #[path = "serve/connections.rs"]
 mod connections;
+#[path = "serve/drafter.rs"]
+mod drafter;
 #[path = "serve/robustness.rs"]
 mod robustness;
 #[path = "common/server.rs"]
@@ -14,6 +16,8 @@ mod server;
 mod tiny;
 #[path = "common/tiny_drafter.rs"]
 mod tiny_drafter;
+#[path = "common/turns_bad.rs"]
+mod turns_bad;
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpStream};

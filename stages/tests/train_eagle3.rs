@@ -1,6 +1,6 @@
 //! Eagle3 through all stages on the tiny golden target: prompts become a cache, the cache a drafter, the drafter a report; an
 //! interrupted training run ends in the same bytes.
-#![expect(clippy::disallowed_methods, clippy::unwrap_used, reason = "helpers of tests fail as tests do")]
+#![expect(clippy::unwrap_used, reason = "helpers of tests fail as tests do")]
 
 mod common;
 
@@ -29,8 +29,7 @@ const TEMPLATE: &str = "{% for message in messages %}<|im_start|>{{ message.role
 const STEPS: usize = 3;
 
 fn model() -> TargetModel {
-    let folder = std::env::var("DEEPSPEC_GOLDEN").unwrap_or_else(|_| "../models/tests/golden".into());
-    let path = PathBuf::from(folder).join("target");
+    let path = PathBuf::from("../models/tests/golden/target");
     let config = TargetConfig::open(&path).unwrap();
     let weights = Weights::from_folder(&path, DType::F32, &Device::Cpu).unwrap();
     let fingerprint = weights.fingerprint(&config);
@@ -163,7 +162,9 @@ fn eagle3_from_prompts_to_a_lossless_report() {
         let renderer = &bench.model.text.renderer;
         let target = &bench.model.target;
         let report = eval::run(&recipe, &run.eval(), target, Some(&drafter), renderer, &provenance(), context).unwrap();
-        assert_eq!((report.lossless, report.compared), (Some(true), 9));
+        // A drafter of three steps may accept nothing; then equal answers show nothing.
+        assert_ne!(report.lossless, Some(false));
+        assert_eq!((report.comparison.answers, report.comparison.different), (9, 0));
         let info = report.drafter.unwrap();
         assert_eq!((info.name.as_str(), info.block_size, info.layers), ("eagle3", STEPS, 1));
         for result in &report.temperatures {

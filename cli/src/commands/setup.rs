@@ -37,20 +37,15 @@ impl Setup {
         let named = arguments.recipe.as_deref().map(stem);
         let default = || Path::new("runs").join(named.unwrap_or_else(|| DEFAULT_RECIPE.into()));
         let folder = arguments.run.clone().unwrap_or_else(default);
-        let mut recipe = match &arguments.recipe {
-            Some(name) => Recipe::open(name, &arguments.overrides)?,
+        let overrides = &arguments.overrides;
+        let recipe = match &arguments.recipe {
+            Some(name) => Recipe::open_with(name, overrides, change)?,
             // Where there is none, the error says what there is.
             None if needs_run || folder.join("recipe.toml").is_file() => {
-                let mut recipe = RunDir::saved_recipe(&folder)?;
-                for text in &arguments.overrides {
-                    recipe.apply_set(text)?;
-                }
-                recipe
+                RunDir::saved_recipe(&folder)?.complete(overrides, change)?
             }
-            None => Recipe::open(DEFAULT_RECIPE, &arguments.overrides)?,
+            None => Recipe::open_with(DEFAULT_RECIPE, overrides, change)?,
         };
-        change(&mut recipe);
-        recipe.validate()?;
         Ok(Self { recipe, folder, provenance: provenance() })
     }
 

@@ -75,9 +75,15 @@ fn every_message_reads_as_the_others_do() {
             let what = "the size of the vocabulary".to_owned();
             Error::Mismatch { what, left: "8 here".into(), right: "9 there".into(), hint: hint() }
         }, true),
+        Error::OtherStart { .. } =>
+            (Error::OtherStart { folder: path(), differences: vec!["`mask_token_id` is 3 there, 4 here".into()] }, true),
         Error::Calibration { .. } => (Error::Calibration { path: path(), problem: problem() }, true),
         Error::Memory { .. } =>
             (Error::Memory { what: "caches".into(), needed: 9, available: 8, hint: "give less".into() }, true),
+        Error::NotFinite { .. } => ({
+            let (what, origin) = ("the loss".to_owned(), "sample 3 in its cross-entropy".to_owned());
+            Error::NotFinite { what, step: 7, origin, hint: "look at that sample".into() }
+        }, true),
         Error::ApiKey { .. } => (crate::serve::ApiKey::new("").unwrap_err(), true),
         Error::DrafterFailed { .. } =>
             (Error::DrafterFailed { reason: "drafter `dspark` failed: it gave no number".into(), requests: 3 }, true),

@@ -117,6 +117,22 @@ fn four_bits_are_for_targets_alone() {
 }
 
 #[test]
+fn a_draft_vocabulary_smaller_than_the_rank_of_the_markov_head_is_refused() {
+    let mut recipe = quickstart();
+    for (size, rank, fits) in [(64, 64, true), (63, 64, false), (1, 2, false), (8, 8, true), (8, 9, false)] {
+        recipe.apply_set(&format!("draft.vocab_size={size}")).unwrap();
+        recipe.apply_set(&format!("draft.markov_rank={rank}")).unwrap();
+        let checked = recipe.validate().map_err(|error| error.to_string());
+        let names = |text: &String| {
+            text.contains(&format!("`draft.vocab_size` is {size}"))
+                && text.contains(&format!("`draft.markov_rank` ({rank})"))
+        };
+        assert_eq!(checked.is_ok(), fits, "{checked:?}");
+        assert!(checked.as_ref().err().is_none_or(names), "{checked:?}");
+    }
+}
+
+#[test]
 fn overrides_take_toml_bare_text_and_none() {
     let mut recipe = quickstart();
     for assignment in [
@@ -370,4 +386,38 @@ fn layer_ids_are_checked_against_the_target() {
         error.contains("`draft.target_layer_ids` is [29]") && error.contains("to 28 in a target of 30 layers"),
         "{error}"
     );
+}
+
+#[test]
+fn values_are_checked_when_all_changes_are_made() {
+    let overrides = ["prepare.regenerate=false".to_owned()];
+    let from_file = |recipe: &mut Recipe| recipe.data.prompts = PromptSource::File("mine.jsonl".into());
+    // The built-in prompts have no answers; a file that another argument names may.
+    let recipe = Recipe::open_with("quickstart", &overrides, from_file).unwrap();
+    assert!(!recipe.prepare.regenerate && recipe.data.prompts == PromptSource::File("mine.jsonl".into()));
+    let error = Recipe::open("quickstart", &overrides).unwrap_err().to_string();
+    assert!(error.contains("`prepare.regenerate` is false") && error.contains("with its overrides"), "{error}");
+    // Overrides that need each other, in either order.
+    for order in [
+        ["prepare.max_length=64", "prepare.max_new_tokens=32"],
+        ["prepare.max_new_tokens=500", "prepare.max_length=600"],
+    ] {
+        Recipe::open("quickstart", &order.map(str::to_owned)).unwrap();
+    }
+    // So in a file of one's own, and in a saved one.
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("mine.toml");
+    fs_err::write(&path, quickstart_with("regenerate = true", "regenerate = false")).unwrap();
+    let name = path.to_str().unwrap();
+    Recipe::open_with(name, &[], from_file).unwrap();
+    let error = Recipe::open(name, &[]).unwrap_err().to_string();
+    assert!(error.contains("mine.toml") && error.contains("`prepare.regenerate` is false"), "{error}");
+    assert!(quickstart().complete(&overrides, from_file).is_ok() && quickstart().complete(&overrides, |_| {}).is_err());
+}
+
+#[test]
+fn no_recipe_changes_the_users_text() {
+    for name in Recipe::built_in_names() {
+        assert!(!Recipe::built_in(name).unwrap().unwrap().data.strip_invisible, "{name}");
+    }
 }
