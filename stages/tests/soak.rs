@@ -40,9 +40,9 @@ const LONG_PROMPT: usize = 480;
 /// Rounds of the short form, the first of which is the warm-up of the others.
 const ROUNDS: usize = 4;
 /// What resident memory may grow by when a long answer joins long prompts. The rows of the steps beside it come to far more.
-const JOINING: usize = 24 << 20;
+const JOINING: usize = 12 << 20;
 /// What it may grow by from round to round, over all rounds together.
-const GROWTH: usize = 8 << 20;
+const GROWTH: usize = 5 << 20;
 
 struct Silent;
 

@@ -353,7 +353,7 @@ fn a_start_of_another_meaning_is_refused_with_everything_that_differs() {
 #[test]
 fn sizes_that_do_not_fit_the_target_are_refused() {
     let bench = Bench::new();
-    let text = bench.train("small", &["draft.vocab_size=1"], None).0.unwrap_err().to_string();
+    let text = bench.train("small", &["draft.vocab_size=1", "draft.markov_rank=1"], None).0.unwrap_err().to_string();
     assert!(text.contains("`draft.vocab_size` is 1, allowed: at least 2, the tokens [2, 5] that end a text"), "{text}");
     let text = bench.train("large", &["draft.vocab_size=321"], None).0.unwrap_err().to_string();
     assert!(text.contains("draft_vocab_size") && text.contains("321"), "{text}");

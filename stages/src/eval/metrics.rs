@@ -190,7 +190,8 @@ pub struct PositionAcceptance {
     /// Of these, rounds whose k-th token was accepted too.
     pub accepted: u64,
     /// accept@k: accepted / rounds in which anything was proposed. It never rises with k.
-    #[serde(default)]
+    /// Results of earlier versions lack it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub accept_at_k: Option<f64>,
     /// `accept_rate@k`: accepted / proposed, conditional on a k-th token having been proposed.
     pub accept_rate: Option<f64>,
