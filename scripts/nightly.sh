@@ -27,7 +27,7 @@ cuda() { scripts/cuda_check.sh rust; }
 
 sanitize() { scripts/sanitize.sh; }
 
-soak() { DEEPSPEC_SOAK_MINUTES=${SOAK_MINUTES:-20} cargo test --release -p deepspec-stages --test soak -- --nocapture; }
+soak() { DEEPSPEC_SOAK_MINUTES=${SOAK_MINUTES:-20} cargo test --release -p deepspec-serve --test soak -- --nocapture; }
 
 mutations() { scripts/mutations.py; }
 
