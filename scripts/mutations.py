@@ -181,7 +181,7 @@ MUTATIONS = [
         "stages/engine/src/sequence.rs",
         "self.unseen.push(rows.force_contiguous()?);",
         "self.unseen.push(rows.clone());",
-        stages("soak", "memory_stays_flat_where_long_prompts_run_beside_a_resting_drafter"),
+        Test("deepspec-serve", "soak", "memory_stays_flat_where_long_prompts_run_beside_a_resting_drafter"),
     ),
 ]
 
