@@ -8,6 +8,7 @@ mod toy;
 use std::path::Path;
 
 use candle_core::{DType, Tensor};
+use deepspec_engine::{Adaptive, Engine, Finished, Request, RequestOptions, StepCost, StepCosts};
 use deepspec_models::checkpoint;
 use deepspec_models::config::DraftConfig;
 use deepspec_models::draft::initialise;
@@ -15,7 +16,6 @@ use deepspec_models::linear::Precision as Packing;
 use deepspec_models::speculate::{NoProposer, Proposer, SamplingParams};
 use deepspec_models::target::Target;
 use deepspec_stages::drafter::{Drafter, describe, load_drafter};
-use deepspec_stages::engine::{Adaptive, Engine, Finished, Request, RequestOptions, StepCost, StepCosts};
 use deepspec_stages::eval::metrics::{Acceptance, Round};
 use deepspec_stages::recipe::{Precision, Proposer as Contender};
 use serde_json::{Value, json};

@@ -7,13 +7,13 @@ mod common;
 use std::path::{Path, PathBuf};
 
 use candle_core::{DType, Device};
+use deepspec_engine::TextSide;
+use deepspec_engine::progress::{Context, Event, Interrupt, Reporter};
 use deepspec_models::config::{DrafterConfig, TargetConfig};
 use deepspec_models::linear::Precision as Packing;
 use deepspec_models::target::Target;
 use deepspec_models::weights::Weights;
 use deepspec_stages::drafter::{describe, load_drafter};
-use deepspec_stages::model_source::TextSide;
-use deepspec_stages::progress::{Context, Event, Interrupt, Reporter};
 use deepspec_stages::recipe::{Precision, Recipe};
 use deepspec_stages::run_dir::{Provenance, RunDir, read_journal};
 use deepspec_stages::target_model::TargetModel;

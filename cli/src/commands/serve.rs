@@ -2,9 +2,9 @@
 
 use std::time::Duration;
 
+use deepspec_engine::progress::Context;
+use deepspec_serve::{ApiKey, Capacity, ServeOptions, Server};
 use deepspec_stages::drafter::{Drafter, describe};
-use deepspec_stages::progress::Context;
-use deepspec_stages::serve::{ApiKey, Capacity, ServeOptions, Server};
 
 use super::decoding::{Models, check_named};
 use super::setup::{api_key, available_memory};

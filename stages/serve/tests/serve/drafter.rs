@@ -4,7 +4,7 @@
 use std::net::SocketAddr;
 use std::thread;
 
-use deepspec_stages::engine::Sources;
+use deepspec_engine::Sources;
 use serde_json::{Value, json};
 
 use crate::server::{Setup, get, metric, post, serve_with, wait_until_idle};

@@ -7,11 +7,11 @@ use std::sync::Mutex;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use deepspec_engine::TextSide;
+use deepspec_engine::progress::{Context, Event, Interrupt, Reporter};
+use deepspec_engine::{Engine, Schedule, Sources, StepCost, StepCosts};
 use deepspec_models::speculate::{DSparkProposer, Proposer};
-use deepspec_stages::engine::{Engine, Schedule, Sources, StepCost, StepCosts};
-use deepspec_stages::model_source::TextSide;
-use deepspec_stages::progress::{Context, Event, Interrupt, Reporter};
-use deepspec_stages::serve::{ApiKey, ServeOptions, Server};
+use deepspec_serve::{ApiKey, ServeOptions, Server};
 use serde_json::Value;
 
 use crate::turns_bad::{Fault, TurnsBad};

@@ -10,7 +10,7 @@ use deepspec_datasets::conversation::{Message, Role};
 use deepspec_models::speculate::{Adjustments, SamplingParams};
 use serde_json::Value;
 
-use super::error::ApiError;
+use super::api_error::ApiError;
 use super::fields::{Fields, Read, integer, number, wrong_type};
 
 /// Fields of clients that have no effect on an answer.
