@@ -337,7 +337,7 @@ fn proposals(drafter: &DSpark, target_head: &Linear, sampling: SamplingParams, p
     }
     let request = |slot| {
         let (tokens, most) = (prompts[slot], 4 - slot);
-        DraftRequest { slot, tokens, most, stop_ids: &[], sampling: &sampling, seed: 5, round: 0 }
+        DraftRequest { slot, tokens, most, stop_ids: &[], sampling: &sampling, adjustments: None, seed: 5, round: 0 }
     };
     let requests: Vec<DraftRequest<'_>> = (0..prompts.len()).map(request).collect();
     proposer.propose(&requests).unwrap()

@@ -289,7 +289,7 @@ fn propose(drafter: &DSpark, sampling: SamplingParams, prompts: &[&[u32]]) -> Ve
     }
     let request = |slot: usize| {
         let (tokens, most) = (prompts[slot], 4 - slot);
-        DraftRequest { slot, tokens, most, stop_ids: &[], sampling: &sampling, seed: 5, round: 0 }
+        DraftRequest { slot, tokens, most, stop_ids: &[], sampling: &sampling, adjustments: None, seed: 5, round: 0 }
     };
     let requests: Vec<DraftRequest<'_>> = (0..prompts.len()).map(request).collect();
     proposer.propose(&requests).unwrap()

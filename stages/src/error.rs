@@ -92,6 +92,14 @@ pub enum Error {
     /// A stage has nothing it could work on, or its input contradicts itself.
     #[error("{0}")]
     Input(String),
+    /// A drafter failed or gave unusable numbers where its own results are asked for.
+    #[error("{reason}, in {requests} requests")]
+    DrafterFailed {
+        /// Its name and what the last failure was.
+        reason: String,
+        /// Requests that it failed in.
+        requests: usize,
+    },
     /// An invariant of the engine does not hold.
     #[error("engine: {0}")]
     Engine(String),
@@ -135,6 +143,10 @@ impl Error {
                     .into(),
             ),
             Self::Memory { hint, .. } => Some(hint.clone()),
+            Self::DrafterFailed { .. } => Some(
+                "look at the checkpoint with `deepspec inspect`, or use another one; the target alone decodes as ever"
+                    .into(),
+            ),
             Self::Model(error) => error.hint(),
             Self::Dataset(error) => error.hint(),
             Self::Cache(error) => error.hint(),

@@ -62,6 +62,7 @@ fn run(engine: &mut Engine<'_>, requests: Vec<Request>) -> Vec<(Update, Finished
             logprobs: Vec::new(),
             round: None,
             finished: None,
+            failed: None,
         });
         known.tokens.extend(&update.tokens);
         known.text.push_str(&update.text);

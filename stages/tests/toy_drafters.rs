@@ -2,96 +2,34 @@
 //! configuration as it is published.
 #![expect(clippy::unwrap_used, reason = "helpers of tests fail as tests do")]
 
+#[path = "common/toy.rs"]
+mod toy;
+
 use std::path::Path;
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::{Device, Tensor};
 use deepspec_models::checkpoint;
-use deepspec_models::config::{DraftConfig, TargetConfig};
+use deepspec_models::config::DraftConfig;
 use deepspec_models::draft::initialise;
 use deepspec_models::linear::Precision as Packing;
 use deepspec_models::speculate::{NoProposer, Proposer, SamplingParams};
 use deepspec_models::target::Target;
-use deepspec_models::weights::Weights;
 use deepspec_stages::drafter::{Drafter, describe, load_drafter};
 use deepspec_stages::engine::{Adaptive, Engine, Finished, Request, RequestOptions, StepCost, StepCosts};
 use deepspec_stages::eval::metrics::{Acceptance, Round};
 use deepspec_stages::recipe::Precision;
 use serde_json::{Value, json};
 use tempfile::TempDir;
+use toy::{HEAD_DIM, HIDDEN, MASK, TOKENS, VOCAB, body, embedding, layer, matrix, ones};
 
-/// Tokens of the toy language, in which t is followed by t + 1, and the last by the first.
-const TOKENS: usize = 12;
-const MASK: usize = TOKENS;
-const VOCAB: usize = TOKENS + 1;
-const HIDDEN: usize = 16;
-const HEAD_DIM: usize = 16;
 /// Tokens proposed per block.
 const PROPOSALS: usize = 4;
 /// Query heads of the drafter: one per distance of a block row from the anchor.
 const HEADS: usize = PROPOSALS + 1;
 
-/// A matrix by its entries that are not 0.
-fn matrix(rows: usize, cols: usize, entries: impl IntoIterator<Item = (usize, usize, f64)>) -> Tensor {
-    let mut values = vec![0f32; rows * cols];
-    for (row, col, value) in entries {
-        values[row * cols + col] += value as f32;
-    }
-    Tensor::from_vec(values, (rows, cols), &Device::Cpu).unwrap()
-}
-
-fn ones() -> Tensor {
-    Tensor::ones(HIDDEN, DType::F32, &Device::Cpu).unwrap()
-}
-
-/// Each token is a dimension.
-fn embedding() -> Tensor {
-    matrix(VOCAB, HIDDEN, (0..VOCAB).map(|token| (token, token, 1.0)))
-}
-
-/// Token t + 1 follows t.
+/// Token t + 1 follows t, and the first the last.
 fn successor_head() -> Tensor {
     matrix(VOCAB, HIDDEN, (0..TOKENS).map(|token| ((token + 1) % TOKENS, token, 1.0)))
-}
-
-type Named = Vec<(String, Tensor)>;
-
-fn body(heads: usize, layers: usize) -> Value {
-    json!({
-        "hidden_act": "silu", "hidden_size": HIDDEN, "intermediate_size": 8, "num_hidden_layers": layers,
-        "num_attention_heads": heads, "num_key_value_heads": 1, "head_dim": HEAD_DIM, "vocab_size": VOCAB,
-        "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": false, "max_position_embeddings": 512,
-        "eos_token_id": 0,
-    })
-}
-
-fn layer(prefix: &str, heads: usize) -> Named {
-    let zeros = |name: &str, rows, cols| (format!("{prefix}.{name}.weight"), matrix(rows, cols, []));
-    vec![
-        (format!("{prefix}.input_layernorm.weight"), ones()),
-        (format!("{prefix}.post_attention_layernorm.weight"), ones()),
-        zeros("self_attn.q_proj", heads * HEAD_DIM, HIDDEN),
-        zeros("self_attn.k_proj", HEAD_DIM, HIDDEN),
-        zeros("self_attn.v_proj", HEAD_DIM, HIDDEN),
-        zeros("self_attn.o_proj", HIDDEN, heads * HEAD_DIM),
-        zeros("mlp.gate_proj", 8, HIDDEN),
-        zeros("mlp.up_proj", 8, HIDDEN),
-        zeros("mlp.down_proj", HIDDEN, 8),
-    ]
-}
-
-/// A target that sees nothing but the last token.
-fn target(folder: &Path, lm_head: &Tensor, precision: Packing) -> Target {
-    let mut config = body(1, 2);
-    config["architectures"] = json!(["LlamaForCausalLM"]);
-    config["model_type"] = json!("llama");
-    let mut tensors: Named = (0..2).flat_map(|i| layer(&format!("model.layers.{i}"), 1)).collect();
-    tensors.push(("model.embed_tokens.weight".into(), embedding()));
-    tensors.push(("model.norm.weight".into(), ones()));
-    tensors.push(("lm_head.weight".into(), lm_head.clone()));
-    let path = folder.join("target");
-    checkpoint::save(&path, &config, &tensors).unwrap();
-    let weights = Weights::from_folder(&path, DType::F32, &Device::Cpu).unwrap();
-    Target::load(TargetConfig::from_folder(&path).unwrap(), &weights, precision).unwrap()
 }
 
 /// The drafter of the toy language in either layout.
@@ -139,7 +77,7 @@ fn write_drafter(folder: &Path, sample_from_anchor: bool, change: impl Fn(&mut V
     };
     let moves = (0..HEADS).filter_map(|h| step(h).map(|step| (h, step)));
     let output = moves.flat_map(|(h, step)| (0..TOKENS).map(move |t| ((t + step) % TOKENS, h * HEAD_DIM + t, 1.0)));
-    let mut tensors = layer("layers.0", HEADS);
+    let mut tensors = layer("layers.0", HEADS, HIDDEN);
     for (name, tensor) in [
         ("layers.0.self_attn.q_proj.weight", matrix(HEADS * HEAD_DIM, HIDDEN, query)),
         ("layers.0.self_attn.k_proj.weight", matrix(HEAD_DIM, HIDDEN, key)),
@@ -199,7 +137,7 @@ fn outputs(finished: &[Finished]) -> Vec<&[u32]> {
 #[test]
 fn one_function_in_both_layouts_is_accepted_alike_and_the_wrong_flag_is_called_out() {
     let folder = TempDir::new().unwrap();
-    let target = target(folder.path(), &successor_head(), Packing::F32);
+    let target = toy::target(folder.path(), &successor_head(), Packing::F32);
     let plain = decode(&target, None, None);
     let load = |name: &str, sample_from_anchor, change: &dyn Fn(&mut Value)| {
         let path = folder.path().join(name);
@@ -264,7 +202,7 @@ fn the_first_maximum_wins_on_every_path() {
     let follows = |token: u32| if token == 8 { 0 } else { (token + 1) % TOKENS as u32 };
     write_drafter(&folder.path().join("drafter"), true, |_| {});
     for precision in [Packing::F32, Packing::Bf16, Packing::Q8] {
-        let target = target(folder.path(), &tied, precision);
+        let target = toy::target(folder.path(), &tied, precision);
         let own = load_drafter(&folder.path().join("drafter"), target.config(), Precision::F32).unwrap();
         let tied_drafter = own.with_lm_head(target.lm_head().clone());
         let plain = decode(&target, None, None);
@@ -311,7 +249,7 @@ fn a_published_configuration_loads_without_more_flags() {
         "transformers_version": "4.57.1", "use_cache": true, "use_sliding_window": false, "vocab_size": VOCAB,
     });
     let folder = TempDir::new().unwrap();
-    let target = target(folder.path(), &successor_head(), Packing::F32);
+    let target = toy::target(folder.path(), &successor_head(), Packing::F32);
     let draft = DraftConfig::from_json(Path::new("config.json"), &config).unwrap();
     let mut tensors: Named = initialise::random(&draft, 1)
         .unwrap()

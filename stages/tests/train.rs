@@ -585,7 +585,15 @@ fn the_production_shape_trains_resumes_and_decodes_losslessly() {
     proposer.observe(&features, &[(0, 480)]).unwrap();
     let tokens = [prompt, done.output[..1].to_vec()].concat();
     let Request { sampling, seed, stop_ids, .. } = ask(tokens.clone());
-    let request =
-        DraftRequest { slot: 0, tokens: &tokens, most: 5, stop_ids: &stop_ids, sampling: &sampling, seed, round: 0 };
+    let request = DraftRequest {
+        slot: 0,
+        tokens: &tokens,
+        most: 5,
+        stop_ids: &stop_ids,
+        sampling: &sampling,
+        adjustments: None,
+        seed,
+        round: 0,
+    };
     assert_eq!(done.rounds[0].block, proposer.propose(&[request]).unwrap()[0].tokens);
 }

@@ -52,6 +52,9 @@ pub(super) fn run(arguments: &GenerateArguments, printer: &Printer, context: Con
         }
         context.check_interrupt("the answer so far is on the screen")
     })?;
+    if let Some(faults) = engine.drafter_faults() {
+        context.warn(faults.message());
+    }
     let done = done.into_iter().next().context("the engine ended without an answer")?;
     let (first_s, total_s) = (first.unwrap_or(0.0), begun.elapsed().as_secs_f64());
     if printer.wants_json() {

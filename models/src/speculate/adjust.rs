@@ -1,8 +1,8 @@
 //! What changes the target's logits before they become a distribution: biases, and penalties for tokens written before.
 //!
 //! Verification applies them row by row: row k sees the committed tokens and the k draft tokens accepted before it, which
-//! is what plain decoding would see there. A drafter's logits stay as they are: acceptance divides by the distribution that
-//! a token was really drawn from, so the output has the adjusted target's distribution all the same.
+//! is what plain decoding would see there. A drafter's logits are adjusted in the same way, which raises acceptance and changes
+//! nothing else: acceptance divides by the distribution that a token was really drawn from.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -71,23 +71,34 @@ impl Adjustments {
     /// # Shapes
     /// `logits`: `[vocab]`; tokens outside it are ignored.
     pub fn apply(&self, logits: &mut [f32], history: &History) {
+        self.apply_over(logits, history, |token| Some(token as usize));
+    }
+
+    /// [`apply`](Self::apply) to the logits of a part of the vocabulary, in which `position` says where a token stands.
+    ///
+    /// # Shapes
+    /// `logits`: `[draft_vocab]`; tokens without a position, or outside it, are ignored.
+    pub fn apply_over(&self, logits: &mut [f32], history: &History, position: impl Fn(u32) -> Option<usize>) {
+        let len = logits.len();
+        let place = |token: u32| position(token).filter(|&place| place < len);
         for &(token, bias) in &self.logit_bias {
-            if let Some(logit) = logits.get_mut(token as usize) {
-                *logit += bias;
+            if let Some(place) = place(token) {
+                logits[place] += bias;
             }
         }
         if self.repetition_penalty != 1.0 {
             let generated = history.generated.keys().filter(|token| !history.prompt.contains(token));
             for &token in history.prompt.iter().chain(generated) {
-                if let Some(logit) = logits.get_mut(token as usize) {
+                if let Some(place) = place(token) {
+                    let logit = &mut logits[place];
                     *logit =
                         if *logit > 0.0 { *logit / self.repetition_penalty } else { *logit * self.repetition_penalty };
                 }
             }
         }
         for (&token, &count) in &history.generated {
-            if let Some(logit) = logits.get_mut(token as usize) {
-                *logit -= self.frequency_penalty * count as f32 + self.presence_penalty;
+            if let Some(place) = place(token) {
+                logits[place] -= self.frequency_penalty * count as f32 + self.presence_penalty;
             }
         }
     }
@@ -132,6 +143,25 @@ mod tests {
         adjustments.apply(&mut logits, &history);
         // 0: (1 + 1) / 2 − .25 − .5; 1: in the prompt only; 2: 4 / 2 − .5 − .5; 3: the bias; 4: untouched.
         assert_eq!(logits, [0.25, -2.0, 1.0, -99.0, 0.5]);
+    }
+
+    /// Three of the tokens, in the order of their ids: each is adjusted as in a row of all.
+    #[test]
+    fn a_part_of_the_vocabulary_is_adjusted_like_the_whole() {
+        let adjustments = Adjustments {
+            presence_penalty: 0.5,
+            frequency_penalty: 0.25,
+            repetition_penalty: 2.0,
+            logit_bias: vec![(0, 1.0), (3, -100.0), (9, 5.0)],
+        };
+        let mut history = History::new(&[1, 4]);
+        history.push(2);
+        let mut whole = [1.0, -1.0, 4.0, 1.0, 0.5];
+        adjustments.apply(&mut whole, &history);
+        let tokens = [1, 2, 4];
+        let mut part = [-1.0, 4.0, 0.5];
+        adjustments.apply_over(&mut part, &history, |token| tokens.iter().position(|&other| other == token));
+        assert_eq!(part, tokens.map(|token| whole[token as usize]));
     }
 
     #[test]

@@ -63,8 +63,11 @@ impl<'a> Eagle3Proposer<'a> {
         let vocab = logits.dims()[1];
         let (storage, layout) = logits.storage_and_layout();
         let logits = host(&storage, layout)?;
+        let mut adjusted = Vec::with_capacity(vocab);
         for (&(place, request), row) in drafting.iter().zip(logits.chunks_exact(vocab)) {
-            proposals[place].draw(row, request, self.drafter.vocabulary())?;
+            adjusted.clear();
+            adjusted.extend_from_slice(row);
+            proposals[place].draw(&mut adjusted, request, self.drafter.vocabulary())?;
         }
         Ok(())
     }
@@ -104,8 +107,10 @@ impl Proposer for Eagle3Proposer<'_> {
         self.draw(&hidden, &drafting, &mut proposals)?;
         for ahead in 0..self.block_size() - 1 {
             let is_open = |&(place, request): &(usize, &DraftRequest<'_>)| {
-                let tokens = &proposals[place].tokens;
-                tokens.len() < request.most && tokens.last().is_some_and(|last| !request.stop_ids.contains(last))
+                let Proposal { tokens, fault, .. } = &proposals[place];
+                tokens.len() < request.most
+                    && fault.is_none()
+                    && tokens.last().is_some_and(|last| !request.stop_ids.contains(last))
             };
             let rows: Vec<usize> = (0..drafting.len()).filter(|&row| is_open(&drafting[row])).collect();
             if rows.len() < drafting.len() {

@@ -84,6 +84,14 @@ pub enum SpeculateError {
         /// Position in the block, from 0.
         position: usize,
     },
+    /// A drafter's confidence is not a finite number.
+    #[error("confidence logit at block position {} is {value}, expected a finite number", position + 1)]
+    Confidence {
+        /// Position in the block, from 0.
+        position: usize,
+        /// The value found.
+        value: f32,
+    },
     /// Too little was verified to fit a confidence temperature.
     #[error("cannot calibrate block position {}: {found} verified blocks reach it, at least {needed} are needed", position + 1)]
     TooFewBlocks {
@@ -112,7 +120,7 @@ impl SpeculateError {
             Self::TemperatureCount { .. } | Self::Temperature { .. } => {
                 Some("fit the temperatures again with `deepspec eval --calibrate`".to_owned())
             }
-            Self::NanConfidence { .. } => Some("check the drafter's confidence head for NaN weights".to_owned()),
+            Self::NanConfidence { .. } | Self::Confidence { .. } => Some("check the drafter's confidence head for NaN weights".to_owned()),
             Self::TooFewBlocks { .. } => Some("give more prompts or longer answers".to_owned()),
             Self::EmptyRow | Self::NotADistribution { .. } | Self::BlockShape { .. } => None,
         }

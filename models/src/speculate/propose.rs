@@ -7,7 +7,8 @@
 use candle_core::{Layout, Storage, Tensor};
 use deepspec_kernels::linear::Linear;
 
-use super::{CounterRng, Distribution, SamplingParams, Stream};
+use super::error::SpeculateError;
+use super::{Adjustments, CounterRng, Distribution, History, SamplingParams, Stream};
 use crate::draft::markov_head::{MarkovState, slot_rows};
 use crate::draft::{DSpark, DraftVocabulary};
 use crate::error::{Error, Result};
@@ -26,6 +27,8 @@ pub struct DraftRequest<'a> {
     pub stop_ids: &'a [u32],
     /// Sampling settings, applied to the draft side as to the target's.
     pub sampling: &'a SamplingParams,
+    /// Biases and penalties with the text that they look at, applied to the draft side as to the target's.
+    pub adjustments: Option<(&'a Adjustments, &'a History)>,
     /// Seed of the request.
     pub seed: u64,
     /// Rounds of the request so far: every round has draws of its own.
@@ -44,20 +47,41 @@ pub struct Proposal {
     pub confidence_logits: Vec<f32>,
     /// Tokens at the end of the text that a lookup found again; 0 for a drafter. Longer matches are accepted more often.
     pub matched: usize,
+    /// Why drafting ended before its time: a row of unusable numbers. The tokens drawn before it stand, since whether they
+    /// are verified must not depend on what they are.
+    pub fault: Option<SpeculateError>,
 }
 
 impl Proposal {
     /// Draws the next token from a drafter's logits, over the tokens of its `vocabulary` where it has not all, and adds it.
+    /// Logits without a distribution end the proposal with a [fault](Self::fault); then there is no token.
+    ///
+    /// `logits` are adjusted in place as the request asks for.
     ///
     /// # Errors
-    /// When the logits have no distribution or are not as many as the vocabulary's tokens.
+    /// When the logits are not as many as the vocabulary's tokens.
     pub(super) fn draw(
         &mut self,
-        logits: &[f32],
+        logits: &mut [f32],
         request: &DraftRequest<'_>,
         vocabulary: Option<&DraftVocabulary>,
-    ) -> Result<u32> {
-        let mut distribution = Distribution::from_logits(logits, request.sampling)?;
+    ) -> Result<Option<u32>> {
+        if let Some((adjustments, history)) = request.adjustments {
+            let mut seen = history.clone();
+            self.tokens.iter().for_each(|&token| seen.push(token));
+            match vocabulary {
+                None => adjustments.apply(logits, &seen),
+                Some(vocabulary) => adjustments
+                    .apply_over(logits, &seen, |token| vocabulary.draft_token(token).map(|token| token as usize)),
+            }
+        }
+        let mut distribution = match Distribution::from_logits(logits, request.sampling) {
+            Ok(distribution) => distribution,
+            Err(error) => {
+                self.fault = Some(error);
+                return Ok(None);
+            }
+        };
         if let Some(vocabulary) = vocabulary {
             distribution = distribution.over(vocabulary.tokens())?;
         }
@@ -66,7 +90,17 @@ impl Proposal {
         let token = distribution.sample(draws.uniform_f64(request.round));
         self.tokens.push(token);
         self.distributions.push(distribution);
-        Ok(token)
+        Ok(Some(token))
+    }
+
+    /// Takes in the confidence logits of its tokens. One that is not a finite number promises nothing and is a fault.
+    fn set_confidences(&mut self, logits: &[f32]) {
+        for (position, &logit) in logits.iter().enumerate().take(self.tokens.len()) {
+            if !logit.is_finite() && self.fault.is_none() {
+                self.fault = Some(SpeculateError::Confidence { position, value: logit });
+            }
+            self.confidence_logits.push(if logit.is_finite() { logit } else { f32::NEG_INFINITY });
+        }
     }
 }
 
@@ -190,7 +224,7 @@ impl Proposer for NgramProposer {
         let propose = |request: &DraftRequest<'_>| {
             let (matched, tokens) = self.lookup(request.tokens, self.block_size.min(request.most));
             let distributions = tokens.iter().map(|&token| Distribution::OneHot(token)).collect();
-            Proposal { tokens: tokens.to_vec(), distributions, confidence_logits: Vec::new(), matched }
+            Proposal { tokens: tokens.to_vec(), distributions, matched, ..Proposal::default() }
         };
         Ok(requests.iter().map(propose).collect())
     }
@@ -289,6 +323,9 @@ impl Proposer for DSparkProposer<'_> {
             let bias = bias.as_ref().map(Tensor::storage_and_layout);
             let bias = bias.as_ref().map(|(storage, layout)| host(storage, layout)).transpose()?;
             for (i, request) in requests.iter().enumerate().filter(|(_, request)| j < request.most) {
+                if proposals[i].fault.is_some() {
+                    continue;
+                }
                 let row = i * steps + j;
                 let base = &base[row * vocab..(row + 1) * vocab];
                 logits.clear();
@@ -296,15 +333,16 @@ impl Proposer for DSparkProposer<'_> {
                     Some(bias) => logits.extend(base.iter().zip(&bias[i * vocab..(i + 1) * vocab]).map(|(u, b)| u + b)),
                     None => logits.extend_from_slice(base),
                 }
-                let token = proposals[i].draw(&logits, request, self.drafter.vocabulary())?;
-                previous_of_row[row] = std::mem::replace(&mut previous[i], token);
+                if let Some(token) = proposals[i].draw(&mut logits, request, self.drafter.vocabulary())? {
+                    previous_of_row[row] = std::mem::replace(&mut previous[i], token);
+                }
             }
         }
         if let Some(head) = self.drafter.confidence_head() {
             let embedding = self.drafter.markov_head().map(|markov| markov.embedding(&previous_of_row)).transpose()?;
             let confidence: Vec<f32> = head.logits(&used, embedding.as_ref())?.to_vec1()?;
             for (proposal, confidence) in proposals.iter_mut().zip(confidence.chunks_exact(steps)) {
-                proposal.confidence_logits.extend_from_slice(&confidence[..proposal.tokens.len()]);
+                proposal.set_confidences(confidence);
                 if let Some(temperatures) = self.drafter.calibration() {
                     temperatures.scale(&mut proposal.confidence_logits);
                 }
@@ -359,6 +397,7 @@ mod tests {
             most,
             stop_ids: &[],
             sampling: &SamplingParams::greedy(),
+            adjustments: None,
             seed: 0,
             round: 0,
         };

@@ -108,14 +108,14 @@ impl Adaptive {
         self.allocation
     }
 
-    /// Chance of each proposed token given those before it: its confidence, or what became of the like.
-    pub(super) fn chances(&self, request: &Estimates, proposal: &Proposal) -> Vec<f64> {
-        if proposal.confidence_logits.is_empty() {
-            return self.expected(request, proposal.matched, proposal.tokens.len());
-        }
+    /// Chance of each of `planned` tokens given those before it: its confidence where it was drawn, else what became of the like.
+    pub(super) fn chances(&self, request: &Estimates, proposal: &Proposal, planned: usize) -> Vec<f64> {
         let outlook = Outlook { engine: &self.estimates, request };
-        let logits = proposal.confidence_logits.iter().enumerate();
-        logits.map(|(k, &logit)| outlook.corrected(k, confidence(logit))).collect()
+        let mut chances = outlook.acceptance(proposal.matched, planned);
+        for (k, (chance, &logit)) in chances.iter_mut().zip(&proposal.confidence_logits).enumerate() {
+            *chance = outlook.corrected(k, confidence(logit));
+        }
+        chances
     }
 
     /// Chance of each token of proposals of a kind, whatever the tokens are.
@@ -176,15 +176,26 @@ impl Adaptive {
     }
 
     /// How many tokens of a drafted block to verify.
-    pub(super) fn admit_draft(&self, request: &Estimates, proposal: &Proposal, is_probe: bool, load: usize) -> usize {
-        let outlook = Outlook { engine: &self.estimates, request };
-        let expected = outlook.acceptance(0, proposal.tokens.len());
-        let spent = self.draft.at(proposal.tokens.len() as f64);
+    ///
+    /// A drafter may stop before the `planned` number of tokens, behind a stop token or a row of unusable numbers. Whether it did
+    /// depends on what was drawn, so the choice is made as if it had not, and is cut to what there is.
+    pub(super) fn admit_draft(
+        &self,
+        request: &Estimates,
+        proposal: &Proposal,
+        planned: usize,
+        is_probe: bool,
+        load: usize,
+    ) -> usize {
+        let expected = self.expected(request, 0, planned);
+        let spent = self.draft.at(planned as f64);
         let cost = |length: usize| self.round_cost(load, spent, length);
-        if is_probe {
-            return best_length(&expected, cost).0;
-        }
-        worthwhile_prefix(&self.chances(request, proposal), &expected, cost)
+        let length = if is_probe {
+            best_length(&expected, cost).0
+        } else {
+            worthwhile_prefix(&self.chances(request, proposal, planned), &expected, cost)
+        };
+        length.min(proposal.tokens.len())
     }
 
     /// Learns from a verified proposal: `admitted` tokens of it were verified, `accepted` accepted; `drafted` slots had been
@@ -222,9 +233,9 @@ impl Adaptive {
     }
 }
 
-/// Probability that a confidence logit stands for.
+/// Probability that a confidence logit stands for; 0 for one that is not a number.
 pub(super) fn confidence(logit: f32) -> f64 {
-    1.0 / (1.0 + f64::from(-logit).exp())
+    if logit.is_nan() { 0.0 } else { 1.0 / (1.0 + f64::from(-logit).exp()) }
 }
 
 #[cfg(test)]
@@ -253,7 +264,7 @@ mod tests {
             if plan.slots > 0 {
                 drafted += 1;
                 let block = proposal(plan.slots, 0);
-                let admitted = adaptive.admit_draft(&request, &block, plan.is_probe, 1);
+                let admitted = adaptive.admit_draft(&request, &block, plan.slots, plan.is_probe, 1);
                 adaptive.observe(&mut request, &block, [admitted, 0, plan.slots], 1);
             }
         }
@@ -265,7 +276,7 @@ mod tests {
             let plan = adaptive.plan(&mut request, 1.0, 3, 1);
             if plan.slots > 0 {
                 let block = proposal(plan.slots, 0);
-                let admitted = adaptive.admit_draft(&request, &block, plan.is_probe, 1);
+                let admitted = adaptive.admit_draft(&request, &block, plan.slots, plan.is_probe, 1);
                 adaptive.observe(&mut request, &block, [admitted, admitted, plan.slots], 1);
             } else {
                 last = round;
@@ -298,11 +309,11 @@ mod tests {
         let mut block = proposal(3, 0);
         let logit = |p: f32| (p / (1.0 - p)).ln();
         block.confidence_logits = [0.9, 0.05, 0.9].map(logit).to_vec();
-        assert_eq!(adaptive.admit_draft(&request, &block, false, 1), 1);
+        assert_eq!(adaptive.admit_draft(&request, &block, 3, false, 1), 1);
         block.confidence_logits = [0.9, 0.7, 0.9].map(logit).to_vec();
-        assert_eq!(adaptive.admit_draft(&request, &block, false, 1), 3);
+        assert_eq!(adaptive.admit_draft(&request, &block, 3, false, 1), 3);
         block.confidence_logits = [0.05, 0.05, 0.9].map(logit).to_vec();
-        assert_eq!(adaptive.admit_draft(&request, &block, false, 1), 0);
+        assert_eq!(adaptive.admit_draft(&request, &block, 3, false, 1), 0);
     }
 
     #[test]

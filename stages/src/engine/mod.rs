@@ -11,6 +11,7 @@
 pub mod adaptive;
 pub mod commit;
 mod draft;
+mod drafter_faults;
 mod estimates;
 mod length;
 pub mod prefix_scheduler;
@@ -30,6 +31,7 @@ use deepspec_models::speculate::{Proposer, TokenLogprobs};
 use deepspec_models::target::Target;
 
 pub use adaptive::Adaptive;
+pub use drafter_faults::DrafterFaults;
 pub use schedule::{Schedule, Sources};
 pub use sequence::{FinishReason, Finished, Request, RequestOptions, RequestStats, RoundRecord};
 pub use share::Allocation;
@@ -43,6 +45,8 @@ use sequence::Sequence;
 pub(crate) const PREFILL_CHUNK: usize = 256;
 /// Prompt tokens that a step reads at most, of all sequences together: the others wait for it.
 const PREFILL_STEP: usize = 512;
+/// Positions of one sequence whose features may wait before a drafter that is not asked is given them all the same.
+pub(crate) const MOST_UNSEEN: usize = 256;
 
 /// Wall-clock time of a number of steps.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
@@ -88,6 +92,24 @@ pub struct Update {
     pub round: Option<RoundRecord>,
     /// Set when the sequence has ended.
     pub finished: Option<Finished>,
+    /// Set when it could not go on and was dropped; nothing more comes of it then.
+    pub failed: Option<Error>,
+}
+
+impl Update {
+    /// News of request `id` with nothing in them yet.
+    fn of(id: u64) -> Self {
+        Self {
+            id,
+            tokens: Vec::new(),
+            text: String::new(),
+            reasoning: String::new(),
+            logprobs: Vec::new(),
+            round: None,
+            finished: None,
+            failed: None,
+        }
+    }
 }
 
 /// The engine over one target and its proposers.
@@ -107,6 +129,7 @@ pub struct Engine<'a> {
     /// End of the last step, where it left something to go on with.
     paused: Option<Instant>,
     rows: u64,
+    drafter_faults: Option<DrafterFaults>,
 }
 
 impl<'a> Engine<'a> {
@@ -157,6 +180,7 @@ impl<'a> Engine<'a> {
             round_times: PhaseTimes::default(),
             paused: None,
             rows: 0,
+            drafter_faults: None,
         })
     }
 
@@ -182,6 +206,10 @@ impl<'a> Engine<'a> {
         let needed = request.prompt.len() + request.max_new_tokens;
         if request.prompt.is_empty() {
             return Err(Error::Input(format!("request {} has an empty prompt", request.id)));
+        }
+        let vocab = self.vocab_size();
+        if let Some(&token) = request.prompt.iter().find(|&&token| token as usize >= vocab) {
+            return Err(deepspec_models::Error::TokenRange { token, vocab }.into());
         }
         if needed > self.cache.capacity() {
             return Err(Error::Input(format!(
@@ -257,6 +285,11 @@ impl<'a> Engine<'a> {
         self.target.config().vocab_size
     }
 
+    /// What went wrong with the drafter, where something did.
+    pub fn drafter_faults(&self) -> Option<&DrafterFaults> {
+        self.drafter_faults.as_ref()
+    }
+
     /// Rows that have gone through the target.
     pub fn rows(&self) -> u64 {
         self.rows
@@ -284,8 +317,11 @@ impl<'a> Engine<'a> {
 
     /// Runs one step: admits what fits, drafts, verifies, commits. Returns news of the sequences that moved.
     ///
+    /// A sequence that the target cannot go on with is dropped, with an update that says why; the others go on. So does
+    /// decoding after a drafter has failed, see [`Engine::drafter_faults`].
+    ///
     /// # Errors
-    /// When target or proposer fail.
+    /// When an invariant does not hold.
     pub fn step(&mut self) -> Result<Vec<Update>> {
         let started = Instant::now();
         let mut updates = self.admit();
@@ -309,7 +345,7 @@ impl<'a> Engine<'a> {
     /// the run by returning an error.
     ///
     /// # Errors
-    /// As [`Engine::submit`] and [`Engine::step`].
+    /// As [`Engine::submit`] and [`Engine::step`], and when a sequence fails.
     pub fn run(
         &mut self,
         requests: impl IntoIterator<Item = Request>,
@@ -322,6 +358,9 @@ impl<'a> Engine<'a> {
         while !self.is_idle() {
             for update in self.step()? {
                 progress(&update)?;
+                if let Some(error) = update.failed {
+                    return Err(error);
+                }
                 finished.extend(update.finished);
             }
         }
@@ -334,15 +373,8 @@ impl<'a> Engine<'a> {
             if request.max_new_tokens == 0 {
                 let Some(request) = self.waiting.pop_front() else { break };
                 let sequence = Sequence::new(request, 0);
-                updates.push(Update {
-                    id: sequence.request.id,
-                    tokens: Vec::new(),
-                    text: String::new(),
-                    reasoning: String::new(),
-                    logprobs: Vec::new(),
-                    round: None,
-                    finished: Some(sequence.finish(FinishReason::Length)),
-                });
+                let id = sequence.request.id;
+                updates.push(Update { finished: Some(sequence.finish(FinishReason::Length)), ..Update::of(id) });
                 continue;
             }
             let Some(slot) = self.free.pop() else { break };

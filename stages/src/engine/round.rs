@@ -15,7 +15,7 @@ use super::draft::{Draft, Drafts};
 use super::sequence::{FinishReason, RoundRecord, Sequence};
 use super::text::Piece;
 use super::{Engine, PREFILL_CHUNK, PREFILL_STEP, PhaseTimes, Update};
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 /// What one sequence runs through the target in this step.
 struct Turn {
@@ -27,37 +27,57 @@ struct Turn {
     is_round: bool,
 }
 
+/// What the target said of some turns.
+struct Pass {
+    /// One row per wanted row of the turns, in order.
+    logits: Option<Tensor>,
+    /// One row per token of the turns, where a drafter takes them.
+    features: Option<Tensor>,
+}
+
+/// How a sequence left in this step.
+enum Ending {
+    Finished(FinishReason),
+    Failed(Error),
+}
+
+/// What came of the turns of a step.
+#[derive(Default)]
+struct News {
+    updates: Vec<Update>,
+    /// Place of each sequence that has ended, ascending.
+    ended: Vec<(usize, Ending)>,
+}
+
 impl Engine<'_> {
     /// Runs one step; the time of its draft and of its target pass.
     pub(super) fn round(&mut self) -> Result<(Vec<Update>, PhaseTimes)> {
         let begun = Instant::now();
         let pause_s = self.paused.map_or(0.0, |ended| (begun - ended).as_secs_f64());
-        let Drafts { all, has_backlog } = self.draft()?;
+        let Drafts { all, has_backlog } = self.draft();
         let drafted = Instant::now();
         let mut room = PREFILL_STEP;
         let turns: Vec<Turn> =
             self.active.iter().zip(all).map(|(sequence, draft)| self.turn(sequence, draft, &mut room)).collect();
-        let batch: Vec<NewTokens<'_>> = self
-            .active
-            .iter()
-            .zip(&turns)
-            .filter(|(_, turn)| !turn.tokens.is_empty())
-            .map(|(sequence, turn)| NewTokens { slot: sequence.slot, tokens: &turn.tokens })
-            .collect();
-        let capture = self.sources.iter().map(|source| source.feature_layers()).find(|layers| !layers.is_empty());
-        let rows = self.target.forward(&mut self.cache, &batch, capture.unwrap_or_default())?;
-        let mut wanted = Vec::new();
-        let mut row_count = 0;
-        for turn in &turns {
-            wanted.extend(turn.logits.clone().map(|row| row_count + row));
-            row_count += turn.tokens.len();
-        }
-        self.rows += row_count as u64;
-        let logits = if wanted.is_empty() { None } else { Some(self.target.logits(&rows.hidden, &wanted)?) };
+        let row_count = turns.iter().map(|turn| turn.tokens.len()).sum();
+        let pass = self.pass(0, &turns);
         let verified = Instant::now();
         let (is_reading, load) = (turns.iter().any(|turn| !turn.is_round), turns.len());
         let blocks: Vec<usize> = turns.iter().map(|turn| turn.draft.drafted).filter(|&slots| slots > 0).collect();
-        let updates = self.accept(turns, logits.as_ref(), rows.features.as_ref())?;
+        let mut news = News::default();
+        match pass {
+            Ok(pass) => self.accept(0, turns, pass, load, &mut news)?,
+            // A pass fails as a whole: one for each sequence tells which of them cannot go on.
+            Err(_) => {
+                for (place, turn) in turns.into_iter().enumerate() {
+                    match self.pass(place, std::slice::from_ref(&turn)) {
+                        Ok(pass) => self.accept(place, vec![turn], pass, load, &mut news)?,
+                        Err(error) => news.ended.push((place, Ending::Failed(error))),
+                    }
+                }
+            }
+        }
+        let updates = self.retire(news);
         let times = PhaseTimes {
             steps: 1,
             draft_s: (drafted - begun).as_secs_f64(),
@@ -92,24 +112,55 @@ impl Engine<'_> {
         Turn { logits: 0..tokens.len(), tokens, draft, is_round: true }
     }
 
-    /// Accepts or resamples per sequence, commits, rolls caches back, and keeps committed features for a drafter.
-    fn accept(&mut self, turns: Vec<Turn>, logits: Option<&Tensor>, features: Option<&Tensor>) -> Result<Vec<Update>> {
-        let mut updates = Vec::new();
-        let mut ended: Vec<Option<FinishReason>> = vec![None; self.active.len()];
-        let logits = logits.map(Tensor::storage_and_layout);
+    /// The target forward over the turns of the sequences from place `first` on. Where it fails, the caches are as before.
+    fn pass(&mut self, first: usize, turns: &[Turn]) -> Result<Pass> {
+        let sequences = &self.active[first..first + turns.len()];
+        let batch: Vec<NewTokens<'_>> = (sequences.iter().zip(turns))
+            .filter(|(_, turn)| !turn.tokens.is_empty())
+            .map(|(sequence, turn)| NewTokens { slot: sequence.slot, tokens: &turn.tokens })
+            .collect();
+        if batch.is_empty() {
+            return Ok(Pass { logits: None, features: None });
+        }
+        let drafter = self.sources.iter().filter(|_| !self.is_drafter_dropped());
+        let capture = drafter.map(|source| source.feature_layers()).find(|layers| !layers.is_empty());
+        let rows = self.target.forward(&mut self.cache, &batch, capture.unwrap_or_default())?;
+        let mut wanted = Vec::new();
+        let mut row_count = 0;
+        for turn in turns {
+            wanted.extend(turn.logits.clone().map(|row| row_count + row));
+            row_count += turn.tokens.len();
+        }
+        self.rows += row_count as u64;
+        let logits = if wanted.is_empty() { None } else { Some(self.target.logits(&rows.hidden, &wanted)?) };
+        Ok(Pass { logits, features: rows.features })
+    }
+
+    /// Accepts or resamples per sequence from place `first` on, commits, rolls caches back, and keeps committed features for a
+    /// drafter. A sequence whose rows have no distribution ends alone.
+    fn accept(&mut self, first: usize, turns: Vec<Turn>, pass: Pass, load: usize, news: &mut News) -> Result<()> {
+        let logits = pass.logits.as_ref().map(Tensor::storage_and_layout);
         let logits = logits.as_ref().map(|(storage, layout)| host(storage, layout)).transpose()?.unwrap_or_default();
         let vocab = self.target.config().vocab_size;
         let (mut first_row, mut first_logits) = (0, 0);
-        let load = turns.len();
         // The only source that takes features is the drafter.
         let window = self.sources.iter().find(|source| !source.feature_layers().is_empty()).and_then(|s| s.window());
-        for (i, (sequence, turn)) in self.active.iter_mut().zip(turns).enumerate() {
+        for (place, turn) in (first..).zip(turns) {
+            let sequence = &mut self.active[place];
             let row_count = turn.tokens.len();
             let rows = &logits[first_logits * vocab..(first_logits + turn.logits.len()) * vocab];
             first_logits += turn.logits.len();
+            let features = pass.features.as_ref().map(|features| (features, first_row));
+            first_row += row_count;
             let mut kept = row_count;
             if !rows.is_empty() {
-                let (accepted, tokens) = decide(sequence, &turn.draft, rows, vocab)?;
+                let (accepted, tokens) = match decide(sequence, &turn.draft, rows, vocab) {
+                    Ok(decided) => decided,
+                    Err(error) => {
+                        news.ended.push((place, Ending::Failed(error)));
+                        continue;
+                    }
+                };
                 let (count, reason) = commit(sequence, &tokens);
                 let mut round = None;
                 if turn.is_round {
@@ -125,33 +176,42 @@ impl Engine<'_> {
                     round = Some(record.clone());
                     sequence.rounds.push(record);
                 }
-                ended[i] = reason;
                 let tokens = sequence.tokens[sequence.tokens.len() - count..].to_vec();
                 let logprobs = logprobs(sequence, &tokens, rows, vocab)?;
                 let text = sequence.text.as_mut();
                 let text = text.map(|text| if reason.is_some() { text.finish() } else { text.take() });
                 let (id, Piece { text, reasoning }) = (sequence.request.id, text.unwrap_or_default());
-                updates.push(Update { id, tokens, text, reasoning, logprobs, round, finished: None });
+                news.updates.push(Update { tokens, text, reasoning, logprobs, round, ..Update::of(id) });
+                if let Some(reason) = reason {
+                    news.ended.push((place, Ending::Finished(reason)));
+                    continue;
+                }
             }
-            if let Some(features) = features.filter(|_| ended[i].is_none() && kept > 0) {
-                sequence.keep_features(features.narrow(0, first_row, kept)?, window);
+            if let Some((features, row)) = features.filter(|_| kept > 0 && !sequence.is_drafter_dropped) {
+                sequence.keep_features(&features.narrow(0, row, kept)?, window)?;
             }
-            first_row += row_count;
         }
-        self.retire(&ended, &mut updates);
-        Ok(updates)
+        Ok(())
     }
 
-    fn retire(&mut self, ended: &[Option<FinishReason>], updates: &mut [Update]) {
-        for i in (0..ended.len()).rev() {
-            let Some(reason) = ended[i] else { continue };
-            let sequence = self.active.remove(i);
+    /// Takes the sequences that have ended out of work; the updates of the step.
+    fn retire(&mut self, news: News) -> Vec<Update> {
+        let News { mut updates, ended } = news;
+        for (place, ending) in ended.into_iter().rev() {
+            let sequence = self.active.remove(place);
             self.release(sequence.slot);
-            let finished = sequence.finish(reason);
-            if let Some(update) = updates.iter_mut().find(|update| update.id == finished.request.id) {
-                update.finished = Some(finished);
+            let id = sequence.request.id;
+            match ending {
+                Ending::Failed(error) => updates.push(Update { failed: Some(error), ..Update::of(id) }),
+                Ending::Finished(reason) => {
+                    let finished = sequence.finish(reason);
+                    if let Some(update) = updates.iter_mut().find(|update| update.id == id) {
+                        update.finished = Some(finished);
+                    }
+                }
             }
         }
+        updates
     }
 }
 
@@ -201,6 +261,7 @@ fn record(draft: Draft, accepted: usize, committed: usize, reason: Option<Finish
         committed,
         confidence_logits: draft.proposal.confidence_logits,
         block: draft.proposal.tokens,
+        drafted: draft.drafted,
         is_fallback: draft.is_fallback,
     }
 }

@@ -7,6 +7,7 @@ use deepspec_models::speculate::{Adjustments, History, SamplingParams};
 
 use super::estimates::Estimates;
 use super::text::{TextOptions, TextState};
+use crate::error::Result;
 
 /// One generation to do.
 #[derive(Debug, Clone)]
@@ -76,6 +77,8 @@ pub struct RoundRecord {
     pub confidence_logits: Vec<f32>,
     /// The whole block before the gate.
     pub block: Vec<u32>,
+    /// Tokens that a drafter was asked for in this round, whoever's proposal was verified in the end.
+    pub drafted: usize,
     /// Whether a drafter was left out because it did not pay.
     pub is_fallback: bool,
 }
@@ -147,6 +150,8 @@ pub(super) struct Sequence {
     pub(super) unseen: Vec<Tensor>,
     /// Positions before those whose features are no longer kept, since the drafter's window lies behind them.
     pub(super) passed: usize,
+    /// Whether the drafter failed here and is no longer asked.
+    pub(super) is_drafter_dropped: bool,
     pub(super) estimates: Estimates,
     /// What penalties look at; `None` where nothing is adjusted.
     pub(super) history: Option<History>,
@@ -157,16 +162,27 @@ pub(super) struct Sequence {
 }
 
 impl Sequence {
+    /// Positions whose features wait for the drafter.
+    pub(super) fn unseen_rows(&self) -> usize {
+        self.unseen.iter().map(|rows| rows.dims()[0]).sum()
+    }
+
     /// Keeps features of newly committed positions for a drafter that needs those of the last `window`, or all.
-    pub(super) fn keep_features(&mut self, rows: Tensor, window: Option<usize>) {
-        self.unseen.push(rows);
-        let Some(window) = window else { return };
-        let mut kept: usize = self.unseen.iter().map(|rows| rows.dims()[0]).sum();
+    ///
+    /// They are copied: a view would hold the rows of all sequences of its step, prompts of others included.
+    ///
+    /// # Errors
+    /// When the memory cannot be had.
+    pub(super) fn keep_features(&mut self, rows: &Tensor, window: Option<usize>) -> Result<()> {
+        self.unseen.push(rows.force_contiguous()?);
+        let Some(window) = window else { return Ok(()) };
+        let mut kept = self.unseen_rows();
         while let Some(first) = self.unseen.first().map(|rows| rows.dims()[0]).filter(|first| kept - first >= window) {
             self.unseen.remove(0);
             self.passed += first;
             kept -= first;
         }
+        Ok(())
     }
 
     pub(super) fn new(request: Request, slot: usize) -> Self {
@@ -182,6 +198,7 @@ impl Sequence {
             min_margin: f32::INFINITY,
             unseen: Vec::new(),
             passed: 0,
+            is_drafter_dropped: false,
             estimates: Estimates::of_request(),
             history,
             text,

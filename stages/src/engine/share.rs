@@ -1,7 +1,5 @@
 //! One pass for all sequences: the second half of drafting, where the scheduler decides over all proposals together.
 
-use deepspec_models::speculate::Proposal;
-
 use super::adaptive::Adaptive;
 use super::draft::Draft;
 use super::prefix_scheduler::{allocate, best_budget, early_stop, survivals};
@@ -24,8 +22,10 @@ pub enum Allocation {
 struct Candidate {
     place: usize,
     now: Vec<f64>,
-    /// What could be known before any of its tokens was drawn.
+    /// What could be known before any of its tokens was drawn, for all that were planned.
     before: Vec<f64>,
+    /// Of all that were planned, for later rounds.
+    promise: Vec<f64>,
 }
 
 impl Engine<'_> {
@@ -40,7 +40,7 @@ impl Engine<'_> {
         }
         let candidates: Vec<Candidate> = (self.active.iter().zip(drafts.iter()).enumerate())
             .filter(|(_, (sequence, draft))| takes_part(sequence, draft))
-            .map(|(place, (sequence, draft))| candidate(adaptive, place, sequence, &draft.proposal))
+            .map(|(place, (sequence, draft))| candidate(adaptive, place, sequence, draft))
             .collect();
         let fixed: usize = drafts.iter().map(|draft| draft.admitted).sum();
         let given_back: usize = candidates.iter().map(|candidate| drafts[candidate.place].admitted).sum();
@@ -61,7 +61,7 @@ impl Engine<'_> {
             if drafts[candidate.place].drafted > 0 && drafts[candidate.place].proposal.matched == 0 {
                 let promises = &mut self.active[candidate.place].promises;
                 promises.swap(0, 1);
-                promises[0] = candidate.now;
+                promises[0] = candidate.promise;
             }
         }
     }
@@ -79,15 +79,17 @@ fn takes_part(sequence: &Sequence, draft: &Draft) -> bool {
     !draft.proposal.tokens.is_empty() && !draft.is_probe && !is_left_out && !sequence.request.options.is_reproducible
 }
 
-fn candidate(adaptive: &Adaptive, place: usize, sequence: &Sequence, proposal: &Proposal) -> Candidate {
-    let length = proposal.tokens.len();
-    let now = survivals(adaptive.chances(&sequence.estimates, proposal));
-    let expected = || survivals(adaptive.expected(&sequence.estimates, proposal.matched, length));
-    // A lookup is a function of the committed text: nothing was drawn for it.
+fn candidate(adaptive: &Adaptive, place: usize, sequence: &Sequence, draft: &Draft) -> Candidate {
+    let Draft { proposal, planned, .. } = draft;
+    let (estimates, planned) = (&sequence.estimates, *planned);
+    let chances = adaptive.chances(estimates, proposal, planned);
+    // A row that is not there costs nothing; that it is not there may have been drawn, so it counts beforehand.
+    let now = survivals(chances[..proposal.tokens.len()].iter().copied());
     let before = match &sequence.promises[1][..] {
+        // A lookup is a function of the committed text: nothing was drawn for it.
         _ if proposal.matched > 0 => now.clone(),
-        promised if promised.len() >= length => promised[..length].to_vec(),
-        _ => expected(),
+        promised if promised.len() >= planned => promised[..planned].to_vec(),
+        _ => survivals(adaptive.expected(estimates, proposal.matched, planned)),
     };
-    Candidate { place, now, before }
+    Candidate { place, now, before, promise: survivals(chances) }
 }

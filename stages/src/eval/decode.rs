@@ -15,7 +15,7 @@ use super::metrics::{Round, calibration};
 use super::prompts::Prompt;
 use super::speed::Timing;
 use crate::drafter::Drafter;
-use crate::engine::{Adaptive, Engine, Finished, Request, RequestOptions, StepCosts};
+use crate::engine::{Adaptive, DrafterFaults, Engine, Finished, Request, RequestOptions, StepCosts};
 use crate::error::{Error, Result};
 use crate::progress::{Context, Event};
 use crate::recipe::{EvalRecipe, Proposer as Contender};
@@ -218,6 +218,9 @@ impl<'a> Plan<'a> {
             ctx.check_interrupt("answers so far are in the journal")
         })?;
         let wall_s = begun.elapsed().as_secs_f64();
+        if let Some(DrafterFaults { reason, requests, .. }) = engine.drafter_faults().cloned() {
+            return Err(Error::DrafterFailed { reason, requests });
+        }
         let (after, rounds_after) = (engine.times(), engine.round_times());
         finished.sort_by_key(|done| done.request.id);
         let tokens: usize = finished.iter().map(|done| done.output.len()).sum();

@@ -341,6 +341,7 @@ mod tests {
             committed: 2,
             confidence_logits: vec![f32::INFINITY, 0.0, -1.0],
             block: vec![7, 8, 9],
+            drafted: 3,
             is_fallback: false,
         };
         let round = Round::from(&record);

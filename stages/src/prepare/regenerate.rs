@@ -217,6 +217,9 @@ impl<'a> Work<'a> {
     fn step(&mut self) -> Result<Vec<(usize, Answer)>> {
         for update in self.engine.step()? {
             self.new_tokens += update.tokens.len() as u64;
+            if let Some(error) = update.failed {
+                return Err(error);
+            }
             if let Some(finished) = update.finished {
                 let talk = self.talks.remove(&update.id);
                 let talk = talk.ok_or_else(|| Error::Engine(format!("an answer to unknown request {}", update.id)))?;

@@ -11,16 +11,18 @@ use std::time::{Duration, Instant};
 
 use tokio::sync::mpsc::Sender;
 
-use super::metrics::{Metrics, Outcome, Step};
+use super::metrics::{DraftTotals, Metrics, Outcome, Step};
 use crate::engine::{Engine, Request, Update};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::eval::metrics::IDLE_TAU;
 use crate::progress::{Context, Event};
 
 /// How often an idle server looks whether it is to stop.
 const PATIENCE: Duration = Duration::from_millis(50);
-/// Rounds after which a drafter is judged.
+/// Rounds after which a drafter is judged, those included in which it was left out because it did not pay.
 const TRIAL: u64 = 200;
+/// Share of such rounds from which on a drafter does not pay.
+const MOSTLY_LEFT_OUT: f64 = 0.9;
 
 /// News of one of a client's requests: its number among them, and an update, or why there will be none.
 pub(super) type News = (usize, Result<Update, String>);
@@ -133,11 +135,16 @@ pub(super) struct EngineLoop<'e, 'm> {
     shared: Arc<Shared>,
     /// Whether there is a drafter to be judged.
     has_drafter: bool,
+    /// What the drafter had brought when it was judged last.
+    judged: DraftTotals,
+    /// Requests in which the drafter had failed when it was looked at last.
+    drafter_faults: usize,
 }
 
 impl<'e, 'm> EngineLoop<'e, 'm> {
     pub(super) fn new(engine: &'e mut Engine<'m>, shared: Arc<Shared>, has_drafter: bool) -> Self {
-        Self { engine, listeners: HashMap::new(), shared, has_drafter }
+        let (listeners, judged) = (HashMap::new(), DraftTotals::default());
+        Self { engine, listeners, shared, has_drafter, judged, drafter_faults: 0 }
     }
 
     /// Serves until the interrupt; then requests in work have `drain` to finish.
@@ -237,12 +244,17 @@ impl<'e, 'm> EngineLoop<'e, 'm> {
         for update in updates {
             self.deliver(update, ctx);
         }
+        self.report_drafter_faults(ctx);
         self.judge_drafter(ctx);
     }
 
     fn deliver(&mut self, update: Update, ctx: Context<'_>) {
         if let Some(round) = &update.round {
             self.shared.metrics.round(round);
+        }
+        if let Some(error) = &update.failed {
+            self.fail(update.id, error, ctx);
+            return;
         }
         let (id, is_finished) = (update.id, update.finished.is_some());
         let Some(listener) = self.listeners.get_mut(&id) else { return };
@@ -281,20 +293,53 @@ impl<'e, 'm> EngineLoop<'e, 'm> {
         }
     }
 
-    /// Says once that a drafter is of no use: output stays right without it, so nothing else would tell.
+    /// Ends one request that the engine could not go on with.
+    fn fail(&mut self, id: u64, error: &Error, ctx: Context<'_>) {
+        ctx.warn(format!("request {id} failed: {error}"));
+        if let Some(listener) = self.listeners.remove(&id) {
+            self.shared.metrics.left(Outcome::Failed, listener.begun.elapsed(), listener.first, 0);
+            // Where the client has left there is nobody to tell.
+            let _ = listener.news.try_send((listener.index, Err(error.to_string())));
+        }
+    }
+
+    /// Says what went wrong with the drafter: the answers stay right without it, so nothing else would tell.
+    fn report_drafter_faults(&mut self, ctx: Context<'_>) {
+        let Some(faults) = self.engine.drafter_faults().filter(|faults| faults.requests > self.drafter_faults) else {
+            return;
+        };
+        self.drafter_faults = faults.requests;
+        ctx.warn(faults.message());
+        self.shared.metrics.drafter_failed(faults);
+    }
+
+    /// Judges every [`TRIAL`] rounds whether the drafter is of use, and says so when it is not: output stays right without it,
+    /// so nothing else would tell.
     fn judge_drafter(&mut self, ctx: Context<'_>) {
-        let (drafts, tokens) = self.shared.metrics.drafts();
-        if !self.has_drafter || drafts < TRIAL {
+        let totals = self.shared.metrics.draft_totals();
+        let trial = totals.since(self.judged);
+        if !self.has_drafter || trial.considered() < TRIAL {
             return;
         }
-        self.has_drafter = false;
-        let tau = tokens as f64 / drafts as f64;
-        if tau < IDLE_TAU {
-            self.shared.metrics.drafter_is_idle();
-            ctx.warn(format!(
-                "only {tau:.3} tokens per round over {drafts} rounds: the drafter is of no use here; check that it was \
-                 trained for this target, and its block layout"
-            ));
+        self.judged = totals;
+        let left_out = trial.left_out as f64 / trial.considered() as f64;
+        let tau = trial.tokens as f64 / trial.drafted.max(1) as f64;
+        let is_useless = tau < IDLE_TAU;
+        let is_idle = is_useless || left_out > MOSTLY_LEFT_OUT;
+        if self.shared.metrics.set_drafter_idle(is_idle) || !is_idle {
+            return;
         }
+        let tried = format!("{tau:.3} tokens per round in the {} rounds that asked it", trial.drafted);
+        ctx.warn(if is_useless {
+            format!(
+                "the drafter is of no use here: {tried}; check that it was trained for this target, and its block layout"
+            )
+        } else {
+            format!(
+                "the drafter does not pay here: it was left out of {:.0} % of the last {} rounds ({tried})",
+                100.0 * left_out,
+                trial.considered()
+            )
+        });
     }
 }

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use serde::Serialize;
 
-use crate::engine::{FinishReason, PhaseTimes, RoundRecord};
+use crate::engine::{DrafterFaults, FinishReason, PhaseTimes, RoundRecord};
 
 /// Upper ends of the buckets of times, in seconds.
 const BUCKETS: [f64; 14] = [0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0];
@@ -43,6 +43,33 @@ pub(super) enum Outcome {
     Failed,
 }
 
+/// What a drafter has brought over a number of rounds.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(super) struct DraftTotals {
+    /// Rounds in which it was asked, trials included.
+    pub(super) drafted: u64,
+    /// Tokens committed by them.
+    pub(super) tokens: u64,
+    /// Rounds in which it was left out because it did not pay.
+    pub(super) left_out: u64,
+}
+
+impl DraftTotals {
+    /// Rounds in which it was thought of.
+    pub(super) fn considered(self) -> u64 {
+        self.drafted + self.left_out
+    }
+
+    /// What has come since `earlier`.
+    pub(super) fn since(self, earlier: Self) -> Self {
+        Self {
+            drafted: self.drafted - earlier.drafted,
+            tokens: self.tokens - earlier.tokens,
+            left_out: self.left_out - earlier.left_out,
+        }
+    }
+}
+
 /// All counters.
 #[derive(Debug, Clone, Default)]
 struct Counters {
@@ -59,7 +86,7 @@ struct Counters {
     verified: u64,
     accepted: u64,
     accepted_per_position: Vec<u64>,
-    fallback_rounds: u64,
+    drafter: DraftTotals,
     stopped: u64,
     length: u64,
     aborted: u64,
@@ -70,6 +97,7 @@ struct Counters {
     whole: Histogram,
     times: PhaseTimes,
     is_idle_drafter: bool,
+    drafter_faults: Option<DrafterFaults>,
     recent: Recent,
 }
 
@@ -157,7 +185,11 @@ impl Metrics {
             counters.drafted += round.block.len() as u64;
             counters.verified += round.proposed as u64;
             counters.accepted += round.accepted as u64;
-            counters.fallback_rounds += u64::from(round.is_fallback);
+            counters.drafter.left_out += u64::from(round.is_fallback);
+            if round.drafted > 0 {
+                counters.drafter.drafted += 1;
+                counters.drafter.tokens += round.committed as u64;
+            }
             let positions = &mut counters.accepted_per_position;
             positions.resize(positions.len().max(round.proposed), 0);
             for count in &mut positions[..round.accepted] {
@@ -195,9 +227,19 @@ impl Metrics {
         self.with(|counters| (counters.running, counters.waiting) = (0, 0));
     }
 
-    /// The drafter hardly ever gets a token accepted.
-    pub(super) fn drafter_is_idle(&self) {
-        self.with(|counters| counters.is_idle_drafter = true);
+    /// Whether the drafter brings next to nothing; returns whether that was so before.
+    pub(super) fn set_drafter_idle(&self, is_idle: bool) -> bool {
+        self.with(|counters| std::mem::replace(&mut counters.is_idle_drafter, is_idle))
+    }
+
+    /// The drafter failed.
+    pub(super) fn drafter_failed(&self, faults: &DrafterFaults) {
+        self.with(|counters| counters.drafter_faults = Some(faults.clone()));
+    }
+
+    /// What went wrong with the drafter, where something did.
+    pub(super) fn drafter_faults(&self) -> Option<DrafterFaults> {
+        self.with(|counters| counters.drafter_faults.clone())
     }
 
     /// Running means.
@@ -205,9 +247,9 @@ impl Metrics {
         self.with(|counters| Recent { running: counters.running, waiting: counters.waiting, ..counters.recent })
     }
 
-    /// Rounds with proposals so far, and tokens that they committed.
-    pub(super) fn drafts(&self) -> (u64, u64) {
-        self.with(|counters| (counters.drafts, counters.accepted + counters.drafts))
+    /// What the drafter has brought so far.
+    pub(super) fn draft_totals(&self) -> DraftTotals {
+        self.with(|counters| counters.drafter)
     }
 
     /// All counters as text.
@@ -234,7 +276,7 @@ impl Metrics {
         text.counter(
             "deepspec_fallback_rounds",
             "Rounds in which a drafter was left out, not paying.",
-            c.fallback_rounds,
+            c.drafter.left_out,
         );
         text.counter("deepspec_requests_refused", "Requests refused because too many waited.", c.refused);
         text.gauge("deepspec_tokens_per_second", "Tokens per second lately.", c.recent.tokens_per_s);
@@ -242,8 +284,20 @@ impl Metrics {
         text.gauge("deepspec_verified_per_round", "Tokens verified per sequence and round lately.", c.recent.verified);
         text.gauge(
             "deepspec_drafter_idle",
-            "1 once so few tokens of the drafter were accepted that it is of no use.",
+            "1 while the drafter brings next to nothing: too little is accepted, or it does not pay.",
             f64::from(u8::from(c.is_idle_drafter)),
+        );
+        let faults = c.drafter_faults.as_ref();
+        let failed = faults.map_or(0, |faults| faults.requests as u64);
+        text.counter(
+            "deepspec_drafter_failed_requests",
+            "Requests that went on without a drafter that failed.",
+            failed,
+        );
+        text.gauge(
+            "deepspec_drafter_dropped",
+            "1 once the drafter failed so often that no request asks it any more.",
+            f64::from(u8::from(faults.is_some_and(|faults| faults.is_dropped))),
         );
         text.head("vllm:request_success", "Requests by how they ended.", "counter");
         for (reason, count) in [("stop", c.stopped), ("length", c.length), ("abort", c.aborted), ("error", c.failed)] {
@@ -310,6 +364,7 @@ mod tests {
             committed: accepted + 1,
             confidence_logits: Vec::new(),
             block: vec![0; 5],
+            drafted: 5,
             is_fallback: false,
         };
         metrics.round(&round(3, 2));
@@ -332,7 +387,7 @@ mod tests {
         ] {
             assert!(text.lines().any(|found| found == line), "{line} in\n{text}");
         }
-        assert_eq!(metrics.drafts(), (2, 5));
+        assert_eq!(metrics.draft_totals(), DraftTotals { drafted: 3, tokens: 6, left_out: 0 });
         let recent = metrics.recent();
         assert!(recent.tau > 1.0 && recent.tau < 3.0, "{recent:?}");
     }

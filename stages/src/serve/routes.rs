@@ -129,7 +129,14 @@ async fn health(State(app): State<SharedApp>) -> Response {
     if app.shared.is_stopping() {
         return ApiError::stopping().into_response();
     }
-    json_response(&json!({ "status": "ok" }))
+    // Answers are right without the drafter, only slower: that is no reason to take the server out of service.
+    match app.shared.metrics.drafter_faults() {
+        None => json_response(&json!({ "status": "ok" })),
+        Some(faults) => json_response(&json!({
+            "status": "degraded",
+            "drafter": { "failed_requests": faults.requests, "dropped": faults.is_dropped, "reason": faults.reason },
+        })),
+    }
 }
 
 async fn metrics(State(app): State<SharedApp>) -> Response {

@@ -107,6 +107,9 @@ impl<'a> TrainAcceptance<'a> {
         let capacity = self.requests.iter().map(|request| request.prompt.len() + ANSWER_TOKENS).max().unwrap_or(0);
         let mut engine = Engine::new(self.target, drafter.proposer(self.target, slots, capacity)?, slots, capacity)?;
         let finished = engine.run(self.requests.iter().cloned(), |_| Ok(()))?;
+        if let Some(faults) = engine.drafter_faults() {
+            ctx.warn(faults.message());
+        }
         let rounds: Vec<Round> = finished.iter().flat_map(|done| &done.rounds).map(Round::from).collect();
         let rates = Rates::of(&rounds);
         let first = rates.positions.first().and_then(|position| position.accept_rate);
