@@ -7,6 +7,7 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use cargo_metadata::MetadataCommand;
 use deepspec_stages::recipe::Recipe;
 
 /// Most words of a document.
@@ -23,7 +24,7 @@ const SECTIONS: [&str; 7] = ["target.", "data.", "prepare.", "draft.", "init.", 
 /// Recipe that keys are looked up in.
 const RECIPE: &str = "dspark/smollm2_135m";
 /// Flags of programs that are not ours.
-const FOREIGN_FLAGS: [&str; 1] = ["--features"];
+const FOREIGN_FLAGS: [&str; 2] = ["--features", "--path"];
 
 fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("this crate is in the workspace's folder").to_owned()
@@ -159,6 +160,29 @@ fn commands_parse() {
         }
     }
     assert!(count > 30, "{count} commands were found");
+    none(faults);
+}
+
+#[test]
+fn packages_and_examples_exist() {
+    let mut command = MetadataCommand::new();
+    command.manifest_path(root().join("Cargo.toml")).no_deps().other_options(["--offline".to_owned()]);
+    let packages = command.exec().expect("cargo metadata runs in this workspace").packages;
+    let mut faults = Vec::new();
+    for document in documents() {
+        for (line, words) in document.commands().into_iter().filter(|(_, words)| words[0] == "cargo") {
+            let after = |flag: &str| words.iter().skip_while(|word| *word != flag).nth(1).map(String::as_str);
+            let Some(name) = after("-p") else { continue };
+            let here = format!("{}:{line}", document.name);
+            match (packages.iter().find(|package| package.name == name), after("--example")) {
+                (None, _) => faults.push(format!("{here}: there is no package {name}")),
+                (Some(package), Some(example)) if package.targets.iter().all(|target| target.name != example) => {
+                    faults.push(format!("{here}: {name} has no example {example}"));
+                }
+                _ => {}
+            }
+        }
+    }
     none(faults);
 }
 
