@@ -77,7 +77,7 @@ pub(crate) struct InspectArguments {
     /// tokens that a conversation would be trained on), or the target that a drafter borrows from.
     #[arg(long, value_name = "PATH")]
     pub model: Option<PathBuf>,
-    /// Read a target cache from end to end and verify every checksum.
+    /// Read a target cache, or a model that was fetched, from end to end and verify every checksum.
     #[arg(long)]
     pub check: bool,
 }

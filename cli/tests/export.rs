@@ -1,15 +1,11 @@
 //! `deepspec export`, and `deepspec inspect` of what it writes, from outside.
-#![expect(
-    clippy::disallowed_methods,
-    clippy::unwrap_used,
-    reason = "tests read the environment to find golden data and fail as tests do"
-)]
+#![expect(clippy::unwrap_used, reason = "helpers of tests fail as tests do")]
 
 #[path = "inspect/fixtures.rs"]
 #[expect(dead_code, reason = "shared with the tests of `inspect`, which use all of it")]
 mod fixtures;
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Output;
 
 use fixtures::{drafter_tensors, write_cache, write_drafter, write_pruned_drafter};
@@ -33,12 +29,6 @@ fn inspect(path: &Path, options: &[&str], code: i32) -> Value {
     let output = deepspec(&[&["inspect", path.to_str().unwrap(), "--json"], options].concat());
     assert_eq!(output.status.code(), Some(code), "{}", words(&output));
     serde_json::from_slice(&output.stdout).unwrap()
-}
-
-fn golden(part: &str) -> PathBuf {
-    let root =
-        std::env::var("DEEPSPEC_GOLDEN").map_or_else(|_| PathBuf::from("../datasets/tests/golden"), PathBuf::from);
-    root.join(part)
 }
 
 #[test]
@@ -114,8 +104,8 @@ fn options_that_do_not_apply_are_refused() {
 
 #[test]
 fn caches_of_version_2_are_shown_and_checked() {
-    let cache = golden("cache_v2/cache");
-    let report = inspect(&cache, &["--check", "--sample", "1"], 0);
+    let cache = Path::new("../datasets/tests/golden/cache_v2/cache");
+    let report = inspect(cache, &["--check", "--sample", "1"], 0);
     let facts = &report["cache"];
     assert_eq!((&report["kind"], &facts["version"], &facts["samples"]), (&json!("target_cache"), &json!(2), &json!(5)));
     assert_eq!((&facts["tokens"], &facts["target"]), (&json!(44), &json!("tiny-target")));

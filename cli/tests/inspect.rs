@@ -76,7 +76,7 @@ fn mistakes_of_the_user_are_1_with_words_on_stderr() {
     let parquet = dir.join("data.parquet");
     fs_err::write(&parquet, b"PAR1rest").unwrap();
     let path = |path: &Path| path.to_str().unwrap().to_owned();
-    let cases: [(Vec<String>, &str); 9] = [
+    let cases: [(Vec<String>, &str); 10] = [
         (vec![], "Usage"),
         (vec!["inspect".into(), path(&dir), "--bogus".into()], "--bogus"),
         (vec!["inspect".into(), path(&damaged), "--quiet".into(), "--verbose".into()], "--verbose"),
@@ -84,7 +84,8 @@ fn mistakes_of_the_user_are_1_with_words_on_stderr() {
         (vec!["inspect".into(), path(&dir)], "neither `manifest.json`"),
         (vec!["inspect".into(), path(&damaged)], "is corrupt at byte"),
         (vec!["inspect".into(), path(&renamed)], "does not start with `GGUF`"),
-        (vec!["inspect".into(), path(&damaged), "--check".into()], "`--check` is for target caches"),
+        (vec!["inspect".into(), path(&damaged), "--check".into()], "nothing beside it says what was fetched"),
+        (vec!["inspect".into(), path(&parquet), "--check".into()], "`--check` is for target caches"),
         (vec!["inspect".into(), path(&parquet)], "Parquet"),
     ];
     for (arguments, expected) in cases {
@@ -153,6 +154,36 @@ fn a_file_without_usable_rows_is_a_problem() {
     fs_err::write(&path, "{\"messages\": []}\n").unwrap();
     let report = report(&path, &[], 1);
     assert!(problems(&report)[0].starts_with("no row of"), "{report}");
+}
+
+#[test]
+fn invisible_characters_are_counted_and_names_keep_their_digits() {
+    let (_guard, dir) = folder();
+    let path = dir.join("rows.jsonl");
+    let mut rows =
+        "{\"prompt\": \"a\u{200b}\u{202e}b\"}\n{\"prompt\": \"\u{1f468}\u{200d}\u{1f469}\"}\n".as_bytes().to_vec();
+    rows.extend_from_slice(b"{\"prompt\": \"\xe9\"}\n{\"prompt\": \"x\xe9\"}\n");
+    fs_err::write(&path, rows).unwrap();
+    let report = report(&path, &[], 0);
+    assert_eq!(report["invisible_characters"], json!({ "rows": 1, "bidi_controls": 1, "zero_width_spaces": 1 }));
+    assert_eq!(report["rejects"], json!([{ "rows": 2, "reason": "not UTF-8" }]));
+}
+
+#[test]
+fn a_file_of_which_nothing_can_be_used_says_what_to_do_about_its_rows() {
+    let (_guard, dir) = folder();
+    let path = dir.join("rows.jsonl");
+    for (rows, part) in
+        [("{\"chosen\": []}\n", ".chosen"), ("plain words\n", "jq -R"), ("{\"messages\": []}\n", "a user turn")]
+    {
+        fs_err::write(&path, rows).unwrap();
+        let report = report(&path, &[], 1);
+        assert!(report["problems"][0]["hint"].as_str().unwrap().contains(part), "{report}");
+    }
+    fs_err::write(&path, "prompt,response\nHi,Hello\n").unwrap();
+    let refused = inspect(&path, &[]);
+    assert_eq!(refused.status.code(), Some(1));
+    assert!(stderr(&refused).contains("(CSV)") && stderr(&refused).contains("hint: "), "{}", stderr(&refused));
 }
 
 #[test]

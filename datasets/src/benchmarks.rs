@@ -11,7 +11,9 @@ pub use python_random::PythonRandom;
 
 use std::path::Path;
 
-use crate::conversation::{Conversation, Role};
+use serde_json::Value;
+
+use crate::conversation::{Conversation, Message, Prompts};
 use crate::error::Error;
 use crate::jsonl::{ConversationFile, Reject, Row, file_stem};
 
@@ -27,16 +29,18 @@ pub struct EvalSet {
 }
 
 /// One prompt.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct EvalPrompt {
     /// Place in the set, from 0; a prompt's seed is the run's seed plus this.
     pub index: usize,
     /// Line of the file, from 1.
     pub line: u64,
-    /// System message of the row, where it has one.
-    pub system: Option<String>,
-    /// User turns, at least one. Evaluation uses the first unless asked for all.
-    pub turns: Vec<String>,
+    /// Messages up to the first user turn, and with it: what evaluation asks.
+    pub messages: Vec<Message>,
+    /// Tool definitions of the row.
+    pub tools: Option<Value>,
+    /// User turns of the row, at least one.
+    pub turns: usize,
     /// The row's `domain`.
     pub domain: Option<String>,
 }
@@ -54,6 +58,7 @@ pub fn load_eval_set(path: impl AsRef<Path>, limit: Option<usize>, seed: u64) ->
             rejected: set.rejects.len(),
             line: first.line,
             reason: first.reason.to_string(),
+            hint: first.reason.hint().to_owned(),
         });
     }
     if let Some(limit) = limit.filter(|limit| *limit < set.prompts.len()) {
@@ -70,21 +75,16 @@ fn read_set(file: ConversationFile, name: String) -> Result<EvalSet, Error> {
     let mut set = EvalSet { name, prompts: Vec::new(), rejects: Vec::new() };
     for row in file {
         match row? {
-            Row::Conversation(conversation, _) => set.prompts.push(prompt(set.prompts.len(), &conversation)),
+            Row::Conversation(conversation, _) => set.prompts.push(prompt(set.prompts.len(), conversation)),
             Row::Reject(reject) => set.rejects.push(reject),
         }
     }
     Ok(set)
 }
 
-fn prompt(index: usize, conversation: &Conversation) -> EvalPrompt {
-    let mut system = None;
-    let mut turns = Vec::new();
-    for message in conversation.prompts().messages {
-        match message.role {
-            Role::System => system = Some(message.content),
-            _ => turns.push(message.content),
-        }
-    }
-    EvalPrompt { index, line: conversation.line, system, turns, domain: conversation.domain.clone() }
+fn prompt(index: usize, conversation: Conversation) -> EvalPrompt {
+    let Prompts { mut messages, answers, .. } = conversation.prompts();
+    messages.truncate(answers.first().copied().unwrap_or(messages.len()));
+    let Conversation { line, domain, tools, .. } = conversation;
+    EvalPrompt { index, line, messages, tools, turns: answers.len(), domain }
 }

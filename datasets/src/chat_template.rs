@@ -89,9 +89,22 @@ impl ChatTemplate {
         enable_thinking: Option<bool>,
     ) -> Result<String, Error> {
         self.check_tools(messages, tools)?;
+        self.render_values(&message_values(messages), &tools_value(tools), add_generation_prompt, enable_thinking)
+    }
+
+    /// As [`ChatTemplate::render`], of messages and tools that were made ready before and checked as a whole.
+    pub(crate) fn render_values(
+        &self,
+        messages: &[Value],
+        tools: &Value,
+        add_generation_prompt: bool,
+        enable_thinking: Option<bool>,
+    ) -> Result<String, Error> {
+        #[cfg(test)]
+        WORK.with(|work| work.set((work.get().0 + 1, work.get().1 + messages.len())));
         let context = context! {
-            messages => messages.iter().map(message_value).collect::<Vec<_>>(),
-            tools => tools.map(json::to_template),
+            messages => messages.to_vec(),
+            tools => tools.clone(),
             documents => (),
             add_generation_prompt,
             bos_token => self.bos.as_str(),
@@ -118,6 +131,22 @@ impl ChatTemplate {
         }
         Ok(())
     }
+}
+
+#[cfg(test)]
+thread_local! {
+    /// Renderings of this thread, and the messages in them, so that tests can count work.
+    pub(crate) static WORK: std::cell::Cell<(usize, usize)> = const { std::cell::Cell::new((0, 0)) };
+}
+
+/// Messages as templates see them; cheap to clone.
+pub(crate) fn message_values(messages: &[Message]) -> Vec<Value> {
+    messages.iter().map(message_value).collect()
+}
+
+/// Tools as templates see them.
+pub(crate) fn tools_value(tools: Option<&serde_json::Value>) -> Value {
+    tools.map_or(Value::from(()), json::to_template)
 }
 
 fn message_value(message: &Message) -> Value {

@@ -22,8 +22,8 @@
 //! | two user turns in a row (not in `turns`) | repaired: joined with a blank line |
 //! | two answers in a row | repaired: joined with a blank line; refused if one of them calls a tool |
 //! | answer before the first user turn | repaired: dropped |
-//! | several system messages at the start | repaired: joined with a blank line |
-//! | system message after the first turn | refused |
+//! | several system messages in a row | repaired: joined with a blank line |
+//! | system message after the first turn | used where it stands; whether that is allowed, the chat template says |
 //! | no user turn (only system, only answers, empty list) | refused |
 //! | user turn empty, blank, null, missing or not text | refused |
 //! | answer empty, blank or null, without tool calls | used as a prompt; refused as an answered conversation |
@@ -37,15 +37,20 @@
 //! | old `function_call` beside the content | repaired: becomes `tool_calls` |
 //! | tool arguments that are text but not JSON | refused; empty text and objects pass unchanged |
 //! | tool reply without id, one call open | repaired: takes the id of that call |
+//! | tool reply after an answer whose text holds a call, such as `<tool_call>` | used as it is |
 //! | tool reply without a call that it answers | refused |
 //! | `tools` as a string of JSON | parsed; refused if it does not parse |
+//! | `functions` instead of `tools` | repaired: becomes `tools` |
+//! | `documents` or `chat_template_kwargs` beside messages | refused, since no stage renders them |
 //! | key twice in an object | the last one counts |
 //! | `id` null or missing | empty text; any other id keeps its exact spelling, since it is never a key or a path |
 
+mod invisible;
 mod reject;
 mod repair;
 mod shapes;
 
+pub use invisible::{Invisible, strip_invisible};
 pub use reject::RejectReason;
 pub use repair::Repair;
 
@@ -107,8 +112,8 @@ impl Message {
     }
 }
 
-/// One row of a data set, put in order: at most one system message, first; then a user turn; no two user turns and no
-/// two answers in a row (several user turns in a row only where the row had no answers, as in `turns`).
+/// One row of a data set, put in order: no two system messages, no two user turns and no two answers in a row (several user turns
+/// in a row only where the row had no answers, as in `turns`), and no answer before the first user turn.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Conversation {
     /// Line of the file on which the row starts, from 1, blank lines counted.
@@ -123,6 +128,17 @@ pub struct Conversation {
     pub messages: Vec<Message>,
     /// Tool definitions, a list that is not empty.
     pub tools: Option<Value>,
+}
+
+/// What is asked in a conversation, see [`Conversation::prompts`].
+#[derive(Clone, Debug, PartialEq)]
+pub struct Prompts {
+    /// System messages and user turns.
+    pub messages: Vec<Message>,
+    /// The numbers of messages after which an answer is due, rising: one for each user turn.
+    pub answers: Vec<usize>,
+    /// What was left out.
+    pub repairs: Vec<Repair>,
 }
 
 /// Messages for one use of a conversation, and what was done to them for it.
@@ -152,21 +168,37 @@ impl Conversation {
             id: shapes::exact_id(row.get("id")),
             domain: row.get("domain").and_then(Value::as_str).map(str::to_owned),
             messages,
-            tools: shapes::tools(row)?,
+            tools: shapes::tools(row, &mut repairs)?,
         };
+        shapes::check_rendered(row)?;
         Ok((conversation, repairs))
     }
 
-    /// What regeneration starts from: the system message and all user turns. Answers are left out, to be generated
+    /// What regeneration starts from: the system messages and all user turns. Answers are left out, to be generated
     /// turn by turn. Turns from the first tool call on are dropped and reported, since they depend on the tool's reply.
-    pub fn prompts(&self) -> Selected {
+    pub fn prompts(&self) -> Prompts {
         let uses_tool = |message: &Message| message.role == Role::Tool || message.tool_calls.is_some();
         let end = self.messages.iter().position(uses_tool).unwrap_or(self.messages.len());
         let is_user = |message: &&Message| message.role == Role::User;
         let dropped = self.messages[end..].iter().filter(is_user).count();
-        let asked = |message: &&Message| matches!(message.role, Role::System | Role::User);
-        Selected {
-            messages: self.messages[..end].iter().filter(asked).cloned().collect(),
+        let (mut messages, mut answers) = (Vec::new(), Vec::new());
+        let mut is_asked = false;
+        for message in &self.messages[..end] {
+            if is_asked && message.role != Role::System {
+                answers.push(messages.len());
+                is_asked = false;
+            }
+            if message.role != Role::Assistant {
+                is_asked |= message.role == Role::User;
+                messages.push(message.clone());
+            }
+        }
+        if is_asked {
+            answers.push(messages.len());
+        }
+        Prompts {
+            messages,
+            answers,
             repairs: if dropped > 0 { vec![Repair::TurnsAfterToolCallDropped { count: dropped }] } else { Vec::new() },
         }
     }
@@ -191,14 +223,4 @@ impl Conversation {
             repairs: if dropped > 0 { vec![Repair::OpenTurnsDropped { count: dropped }] } else { Vec::new() },
         })
     }
-}
-
-/// Removes zero-width and bidirectional control characters, which people do not see and which are used to hide text.
-/// Zero-width joiners go too, so emoji made of several parts come apart: call this only where hygiene is asked for.
-pub fn strip_invisible(text: &str) -> String {
-    let invisible = |c: char| {
-        matches!(c, '\u{ad}' | '\u{61c}' | '\u{180e}' | '\u{200b}'..='\u{200f}' | '\u{202a}'..='\u{202e}'
-            | '\u{2060}'..='\u{2064}' | '\u{2066}'..='\u{206f}' | '\u{feff}' | '\u{e0000}'..='\u{e007f}')
-    };
-    text.chars().filter(|c| !invisible(*c)).collect()
 }

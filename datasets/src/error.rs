@@ -4,6 +4,9 @@ use std::path::PathBuf;
 
 use thiserror::Error;
 
+#[cfg(test)]
+mod tests;
+
 /// An error of this crate's text side. A single bad row is not an error but a [`crate::jsonl::Reject`].
 #[derive(Debug, Error)]
 #[non_exhaustive]
@@ -52,6 +55,8 @@ pub enum Error {
         line: u64,
         /// Why the first one was refused.
         reason: String,
+        /// What to do about rows like that.
+        hint: String,
     },
     /// A tokenizer file or vocabulary is not usable.
     #[error("cannot load tokenizer `{origin}`: {problem}")]
@@ -74,7 +79,7 @@ pub enum Error {
         expected: &'static str,
     },
     /// A text holds a character for which the vocabulary has no token.
-    #[error("the vocabulary has no token for byte 0x{byte:02x} of {character:?}")]
+    #[error("the vocabulary has no token for byte 0x{byte:02x} of U+{:04X}", u32::from(*character))]
     Unencodable {
         /// The missing byte.
         byte: u8,
@@ -134,6 +139,9 @@ pub enum Error {
     /// A chat template prints the last answer in no way that continues the serving prompt.
     #[error("the chat template prints the last answer apart from its generation prompt")]
     AnswerNotFound,
+    /// The caller asked to stop in the middle of a long conversation.
+    #[error("stopped while a conversation was rendered")]
+    Stopped,
     /// Nothing of a conversation would be trained on.
     #[error("no supervised token in the conversation")]
     NothingSupervised,
@@ -147,8 +155,11 @@ impl Error {
             Error::NoRows { .. } => "write one JSON object per line, such as {\"messages\": [...]}",
             Error::ArrayTooLarge { .. } => "write one JSON object per line: jq -c '.[]' data.json > data.jsonl",
             Error::ArrayNotClosed { .. } => "the file was cut off: copy or download it again",
-            Error::NoPrompts { .. } => "each row needs `turns`, `prompt`, `question` or `messages`",
-            Error::UnknownTokenizerKind { .. } => "use a target with a byte-level BPE tokenizer",
+            Error::NoPrompts { hint, .. } if hint.is_empty() => return None,
+            Error::NoPrompts { hint, .. } => hint,
+            Error::UnknownTokenizerKind { .. } | Error::ContextDependentTokenizer => {
+                "use a target with a byte-level BPE tokenizer"
+            }
             Error::Unencodable { .. } => "remove the character from the text, or use another target",
             Error::TemplateSyntax { .. } | Error::TemplateRender { .. } => {
                 "compare the template with the one published with the model"
@@ -157,6 +168,14 @@ impl Error {
             Error::TemplateWithoutTools { .. } => "use a target whose template knows tools, or leave such rows out",
             Error::NoEndOfTurn => "give the model's stop ids, for example from generation_config.json",
             Error::NothingSupervised => "the conversation needs an answer with text",
+            Error::Tokenizer { .. } => "copy the model's files again from where they were published",
+            Error::ControlTextInContent | Error::NoSentinelLeft => {
+                "leave such rows out: their text cannot be told from the template's"
+            }
+            Error::WrongLastTurn { .. } => "check the order of the turns in the row",
+            Error::AnswerNotFound => {
+                "compare the template with the one published with the model, or use prompts alone and let the target answer"
+            }
             _ => return None,
         };
         Some(hint.to_owned())

@@ -1,17 +1,22 @@
 //! Reads conversations from a file of JSON lines, one row at a time.
 //!
 //! Lines end at `\n` only, since strings may hold other Unicode line breaks. A byte order mark, `\r\n`, blank lines
-//! (counted in line numbers) and a missing last newline are fine. A file that is one JSON array is read too, element by
-//! element. A bad row never stops the file: it comes out as a [`Reject`] with its line. Memory is bounded by the longest
-//! line, at most [`MAX_LINE_BYTES`] (for an array, by the file, at most the same).
+//! (counted in line numbers) and a missing last newline are fine. A file that is one JSON array, or objects that span several
+//! lines each, is read too, value by value. A bad row never stops the file: it comes out as a [`Reject`] with its line. Memory is
+//! bounded by the longest line, at most [`MAX_LINE_BYTES`] (for values over several lines, by the file, at most the same).
+
+pub(crate) mod foreign;
+mod spread;
 
 use std::fmt::Write as _;
 use std::io::{self, BufRead, BufReader, Read};
-use std::ops::Range;
 use std::path::Path;
 
+use serde::de::IgnoredAny;
 use serde_json::Value;
 use sha2::{Digest, Sha256};
+
+use self::spread::Array;
 
 use crate::conversation::{Conversation, RejectReason, Repair};
 use crate::error::Error;
@@ -67,8 +72,9 @@ impl ConversationFile {
 
     fn from_reader(mut reader: Box<dyn BufRead + Send>, path: &Path) -> Result<Self, Error> {
         let start = peek(&mut reader)?;
-        if let Some((format, convert)) = foreign_format(&start) {
-            return Err(Error::UnsupportedFormat { path: path.to_owned(), format, convert });
+        let unsupported = |(format, convert)| Err(Error::UnsupportedFormat { path: path.to_owned(), format, convert });
+        if let Some(found) = foreign::by_magic(&start) {
+            return unsupported(found);
         }
         let text = start.strip_prefix(BYTE_ORDER_MARK).unwrap_or(&start);
         let skipped = start.len() - text.len();
@@ -80,17 +86,47 @@ impl ConversationFile {
             if whole.len() > MAX_LINE_BYTES {
                 return Err(Error::ArrayTooLarge { path: path.to_owned(), limit_bytes: MAX_LINE_BYTES });
             }
-            match array_elements(&whole) {
+            match spread::array_elements(&whole) {
                 Array::Elements(ranges) if ranges.is_empty() => return Err(Error::NoRows { path: path.to_owned() }),
                 Array::Elements(ranges) => {
-                    let elements: Vec<_> =
-                        ranges.into_iter().map(|(line, range)| (line, whole[range].to_vec())).collect();
-                    let rows = Lines::new(Box::new(io::empty()) as Box<dyn BufRead + Send>);
-                    return Ok(ConversationFile { rows, elements: elements.into_iter(), failed: false });
+                    let first = ranges.first().map_or(&[][..], |(_, range)| &whole[range.clone()]);
+                    if let Some(found) = parse(first).err().and_then(|_| foreign::by_text(first)) {
+                        return unsupported(found);
+                    }
+                    return Ok(Self::of_values(&whole, ranges));
                 }
-                Array::Open => return Err(Error::ArrayNotClosed { path: path.to_owned() }),
+                Array::Open => {
+                    let line = whole.split(|byte| *byte == b'\n').find(|line| !line.trim_ascii().is_empty());
+                    return match line.and_then(foreign::by_text) {
+                        Some(found) => unsupported(found),
+                        None => Err(Error::ArrayNotClosed { path: path.to_owned() }),
+                    };
+                }
                 // A line that happens to be an array, with more lines after it.
                 Array::MoreFollows => reader = Box::new(io::Cursor::new(whole)),
+            }
+        } else {
+            let head = first_line(&mut reader)?;
+            let line = head.trim_ascii();
+            match serde_json::from_slice::<IgnoredAny>(line) {
+                Ok(_) => reader = Box::new(io::Cursor::new(head).chain(reader)),
+                // An object that goes on in the next line, unless the line is torn.
+                Err(error) if error.is_eof() && line.starts_with(b"{") => {
+                    let mut whole = head;
+                    let room = MAX_LINE_BYTES.saturating_sub(whole.len());
+                    reader.by_ref().take(room as u64 + 1).read_to_end(&mut whole)?;
+                    let fits = whole.len() <= MAX_LINE_BYTES;
+                    if let Some(ranges) = fits.then(|| spread::objects(&whole)).flatten() {
+                        return Ok(Self::of_values(&whole, ranges));
+                    }
+                    reader = Box::new(io::Cursor::new(whole).chain(reader));
+                }
+                Err(_) => {
+                    if let Some(found) = foreign::by_text(line) {
+                        return unsupported(found);
+                    }
+                    reader = Box::new(io::Cursor::new(head).chain(reader));
+                }
             }
         }
         let mut rows = Lines::new(reader);
@@ -99,6 +135,13 @@ impl ConversationFile {
             return Err(Error::NoRows { path: path.to_owned() });
         }
         Ok(ConversationFile { rows, elements: Vec::new().into_iter(), failed: false })
+    }
+
+    /// The rows of a file that is held whole.
+    fn of_values(whole: &[u8], ranges: Vec<spread::Value>) -> Self {
+        let elements: Vec<_> = ranges.into_iter().map(|(line, range)| (line, whole[range].to_vec())).collect();
+        let rows = Lines::new(Box::new(io::empty()) as Box<dyn BufRead + Send>);
+        ConversationFile { rows, elements: elements.into_iter(), failed: false }
     }
 }
 
@@ -160,6 +203,9 @@ fn parse(bytes: &[u8]) -> Result<Value, RejectReason> {
         if message.contains("surrogate") || message.contains("hex escape") {
             return RejectReason::LoneSurrogate { column: error.column() };
         }
+        if foreign::is_python(text.trim()) {
+            return RejectReason::PythonLiteral { column: error.column() };
+        }
         let message = message.split(" at line ").next().unwrap_or_default().to_owned();
         RejectReason::InvalidJson { column: error.column(), message }
     })
@@ -181,26 +227,16 @@ fn peek(reader: &mut impl BufRead) -> io::Result<Vec<u8>> {
     Ok(start)
 }
 
-/// Tells formats that are no JSON text by their first bytes; with how to convert them.
-fn foreign_format(start: &[u8]) -> Option<(&'static str, &'static str)> {
-    const PYTHON: &str = "convert it: python3 -c \"import datasets as d; d.load_dataset('FORMAT', data_files='FILE')\
-                          ['train'].to_json('data.jsonl')\" with FORMAT parquet or arrow";
-    const UTF16: &str = "convert it: iconv -f UTF-16 -t UTF-8 FILE > data.jsonl";
-    let magics: [(&[u8], &str, &str); 12] = [
-        (b"\x1f\x8b", "gzip data", "unpack it: gzip -dc FILE > data.jsonl"),
-        (b"\x28\xb5\x2f\xfd", "Zstandard data", "unpack it: zstd -dc FILE > data.jsonl"),
-        (b"\xfd7zXZ\0", "xz data", "unpack it: xz -dc FILE > data.jsonl"),
-        (b"BZh", "bzip2 data", "unpack it: bzip2 -dc FILE > data.jsonl"),
-        (b"PK\x03\x04", "a zip archive", "unpack it: unzip -p FILE > data.jsonl"),
-        (b"PAR1", "a Parquet file", PYTHON),
-        (b"ARROW1", "an Arrow IPC file", PYTHON),
-        (b"\xff\xff\xff\xff", "an Arrow IPC stream", PYTHON),
-        (b"\xff\xfe", "UTF-16 text", UTF16),
-        (b"\xfe\xff", "UTF-16 text", UTF16),
-        (b"{\0", "UTF-16 text without byte order mark", "convert it: iconv -f UTF-16LE -t UTF-8 FILE > data.jsonl"),
-        (b"\0{", "UTF-16 text without byte order mark", "convert it: iconv -f UTF-16BE -t UTF-8 FILE > data.jsonl"),
-    ];
-    magics.iter().find(|(magic, ..)| start.starts_with(magic)).map(|&(_, format, convert)| (format, convert))
+/// Everything up to the end of the first line that is not blank, at most a little more than [`MAX_LINE_BYTES`].
+fn first_line(reader: &mut impl BufRead) -> io::Result<Vec<u8>> {
+    let mut head = Vec::new();
+    loop {
+        let before = head.len();
+        reader.by_ref().take(MAX_LINE_BYTES as u64 + 1).read_until(b'\n', &mut head)?;
+        if head.len() == before || !head[before..].trim_ascii().is_empty() || head.len() > MAX_LINE_BYTES {
+            return Ok(head);
+        }
+    }
 }
 
 /// Lines that are not blank, with their numbers.
@@ -260,52 +296,6 @@ impl<R: BufRead> Lines<R> {
             }
         }
     }
-}
-
-enum Array {
-    /// Each element with the line on which it starts.
-    Elements(Vec<(u64, Range<usize>)>),
-    /// The array has no end.
-    Open,
-    /// Something follows the array.
-    MoreFollows,
-}
-
-/// Finds the elements of the array that a text starts with, without judging what is inside them.
-fn array_elements(text: &[u8]) -> Array {
-    let mut elements = Vec::new();
-    let (mut depth, mut in_string, mut escaped) = (0_usize, false, false);
-    let (mut line, mut start) = (1, None);
-    for (index, &byte) in text.iter().enumerate() {
-        if byte == b'\n' {
-            line += 1;
-        }
-        if in_string {
-            (in_string, escaped) = (escaped || byte != b'"', !escaped && byte == b'\\');
-            continue;
-        }
-        let closes = matches!(byte, b']' | b'}');
-        if depth == 1 && (byte == b',' || closes) {
-            if let Some((line, start)) = start.take() {
-                elements.push((line, start..index));
-            }
-        } else if depth >= 1 && start.is_none() && !byte.is_ascii_whitespace() {
-            start = Some((line, index));
-        }
-        match byte {
-            b'"' => in_string = true,
-            b'[' | b'{' => depth += 1,
-            _ if closes => {
-                depth = depth.saturating_sub(1);
-                if depth == 0 {
-                    let rest = text[index + 1..].trim_ascii();
-                    return if rest.is_empty() { Array::Elements(elements) } else { Array::MoreFollows };
-                }
-            }
-            _ => {}
-        }
-    }
-    Array::Open
 }
 
 /// Used where a path is only a name.

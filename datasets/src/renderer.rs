@@ -7,11 +7,17 @@
 //! control tokens off. A template that itself looks for control text in the content renders the broken text otherwise than
 //! the plain one; the two are compared, and such a conversation is refused.
 //!
-//! The loss mask comes from rendering twice: the text of an answer lies between the rendering of all messages before it,
-//! generation prompt included, and the rendering up to and with it. What the generation prompt gives, such as an empty
+//! The loss mask comes from renderings of the first messages: the text of an answer lies between the rendering of all messages
+//! before it, generation prompt included, and the rendering up to and with it. The whole is rendered once; beginnings are rendered
+//! only for the answers that start before the [`Limits`], so that a conversation far longer than those costs no more than its text.
+//! What the generation prompt gives, such as an empty
 //! think block, is thus never supervised, while the token that ends the turn is. Text that follows that token is not.
 
+mod prefixes;
 mod sentinel;
+
+#[cfg(test)]
+mod tests;
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -22,6 +28,7 @@ use crate::chat_template::ChatTemplate;
 use crate::conversation::{Message, Role};
 use crate::error::Error;
 use crate::tokenizer::{Segment, Spanned, Tokenizer};
+use prefixes::Prefixes;
 
 /// Which answers of a conversation are supervised.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -65,10 +72,52 @@ pub struct Renderer {
     enable_thinking: Option<bool>,
 }
 
+/// Bounds on the work for one conversation.
+#[derive(Clone, Copy)]
+pub struct Limits<'a> {
+    /// Tokens that are wanted: of a longer conversation only the beginning is encoded, at least one token more than this, and answers
+    /// that start after it are left out.
+    pub tokens: usize,
+    /// Asked now and then whether to give up.
+    pub is_stopped: &'a dyn Fn() -> bool,
+}
+
+impl Limits<'static> {
+    /// No bounds.
+    pub const NONE: Self = Self { tokens: usize::MAX, is_stopped: &|| false };
+}
+
 /// A rendered text without sentinels, split at the control tokens of the template.
 struct Text {
     plain: String,
     segments: Vec<Segment>,
+}
+
+/// A serving prompt that is not encoded yet.
+pub struct PromptText<'r> {
+    renderer: &'r Renderer,
+    text: Text,
+}
+
+impl PromptText<'_> {
+    /// Tokens that it has at the least; see [`Tokenizer::fewest_tokens`].
+    pub fn fewest_tokens(&self) -> usize {
+        let pieces = self.text.segments.iter();
+        let tokens = |piece: &Segment| {
+            let plain = || self.renderer.tokenizer.fewest_tokens(&self.text.plain[piece.range.clone()]);
+            if piece.special.is_some() { 1 } else { plain() }
+        };
+        pieces.map(tokens).sum()
+    }
+
+    /// Its tokens.
+    ///
+    /// # Errors
+    /// Those of the tokenizer.
+    pub fn encode(&self) -> Result<Vec<u32>, Error> {
+        let tokens = self.renderer.encode(&self.text, &[], Limits::NONE)?;
+        Ok(tokens.into_iter().map(|(id, _)| id).collect())
+    }
 }
 
 /// Bytes of one answer in a rendered text.
@@ -141,8 +190,15 @@ impl Renderer {
     /// # Errors
     /// Those of the template and the tokenizer.
     pub fn render_prompt(&self, messages: &[Message], tools: Option<&Value>) -> Result<Vec<u32>, Error> {
-        let tokens = self.encode(&self.text(messages, tools, true)?, &[])?;
-        Ok(tokens.into_iter().map(|(id, _)| id).collect())
+        self.prompt_text(messages, tools)?.encode()
+    }
+
+    /// The text of the serving prompt, for callers who want to know how long it is before they have it encoded.
+    ///
+    /// # Errors
+    /// Those of the template.
+    pub fn prompt_text(&self, messages: &[Message], tools: Option<&Value>) -> Result<PromptText<'_>, Error> {
+        Ok(PromptText { renderer: self, text: self.text(messages, tools, true)? })
     }
 
     /// A conversation that ends with an answer, as tokens with a loss mask. The ids before the first supervised token
@@ -161,22 +217,41 @@ impl Renderer {
         tools: Option<&Value>,
         loss_on: LossOn,
     ) -> Result<Rendered, Error> {
-        let last = last_turn(messages, Role::Assistant)?;
+        self.render_conversation_within(messages, tools, loss_on, Limits::NONE)
+    }
+
+    /// As [`Renderer::render_conversation`], for a caller that cuts it at [`Limits::tokens`]. Up to there, tokens and mask are the
+    /// same; where more was left out than is kept, nothing may be supervised.
+    ///
+    /// # Errors
+    /// As [`Renderer::render_conversation`], and [`Error::Stopped`] when [`Limits::is_stopped`] says so.
+    pub fn render_conversation_within(
+        &self,
+        messages: &[Message],
+        tools: Option<&Value>,
+        loss_on: LossOn,
+        limits: Limits<'_>,
+    ) -> Result<Rendered, Error> {
+        let last = last_turn(messages, &[Role::Assistant])?;
         let full = self.text(messages, tools, false)?;
-        let Some(last_bytes) = self.answer_in(&full, messages, last, tools) else {
+        let prefixes = Prefixes::new(&self.template, messages, tools, self.enable_thinking);
+        let Some(before) = prefixes.text(last, true).ok().filter(|before| full.plain.starts_with(before)) else {
             return self.render_last_alone(messages, tools, loss_on);
         };
         let (mut answers, unsupervised) = match loss_on {
-            LossOn::All => self.answers_in(&full, messages, last, tools),
+            LossOn::All => self.answers_in(&full, &prefixes, last, limits)?,
             LossOn::Last => (Vec::new(), Vec::new()),
         };
-        answers.push(AnswerText { message: last, bytes: last_bytes });
+        let bytes = self.until_stop(&full, before.len()..full.plain.len());
+        answers.push(AnswerText { message: last, bytes });
         let cuts: Vec<usize> = answers.iter().map(|answer| answer.bytes.start).collect();
-        let tokens = self.encode(&full, &cuts)?;
-        masked(tokens, &answers, unsupervised)
+        let tokens = self.encode(&full, &cuts, limits)?;
+        let is_cut = tokens.len() > limits.tokens;
+        let rendered = mask(tokens, &answers, unsupervised);
+        if rendered.spans.is_empty() && !is_cut { Err(Error::NothingSupervised) } else { Ok(rendered) }
     }
 
-    /// A conversation that ends with a user turn, and the answer that was generated for it: the serving prompt's ids,
+    /// A conversation that asks for an answer, and the answer that was generated for it: the serving prompt's ids,
     /// then the answer's own ids, supervised. If the answer is `finished`, its last id is the stop token, supervised
     /// too; if it was cut short, the end-of-turn token is added and not supervised. With [`LossOn::All`], earlier
     /// answers are supervised as far as whole tokens of the prompt lie in them.
@@ -191,16 +266,19 @@ impl Renderer {
         finished: bool,
         loss_on: LossOn,
     ) -> Result<Rendered, Error> {
-        let last = last_turn(messages, Role::User)?;
+        last_turn(messages, &[Role::User, Role::System])?;
         if answer_ids.is_empty() {
             return Err(Error::NothingSupervised);
         }
         let prompt = self.text(messages, tools, true)?;
         let (answers, unsupervised) = match loss_on {
-            LossOn::All => self.answers_in(&prompt, messages, last, tools),
+            LossOn::All => {
+                let prefixes = Prefixes::new(&self.template, messages, tools, self.enable_thinking);
+                self.answers_in(&prompt, &prefixes, messages.len(), Limits::NONE)?
+            }
             LossOn::Last => (Vec::new(), Vec::new()),
         };
-        let tokens = self.encode(&prompt, &[])?;
+        let tokens = self.encode(&prompt, &[], Limits::NONE)?;
         let mut rendered = mask(tokens, &answers, unsupervised);
         let start = rendered.ids.len();
         rendered.ids.extend_from_slice(answer_ids);
@@ -242,44 +320,69 @@ impl Renderer {
         })
     }
 
-    /// Finds the answers before message `end` in a text, and the indices of those that can't be found.
+    /// Finds the answers before message `end` in a text, and the indices of those that can't be found, as far as the limits reach.
     fn answers_in(
         &self,
         text: &Text,
-        messages: &[Message],
+        prefixes: &Prefixes<'_>,
         end: usize,
-        tools: Option<&Value>,
-    ) -> (Vec<AnswerText>, Vec<usize>) {
+        limits: Limits<'_>,
+    ) -> Result<(Vec<AnswerText>, Vec<usize>), Error> {
+        let indices: Vec<usize> = prefixes.answers_before(end).collect();
+        let reach = if indices.len() < FEW_ANSWERS { text.plain.len() } else { self.reach(text, limits.tokens)? };
         let mut found = Vec::new();
         let mut missing = Vec::new();
-        for (index, _) in messages[..end].iter().enumerate().filter(|(_, message)| message.role == Role::Assistant) {
-            match self.answer_in(text, messages, index, tools) {
+        for index in indices {
+            if (limits.is_stopped)() {
+                return Err(Error::Stopped);
+            }
+            let before = prefixes.text(index, true);
+            if before.as_ref().is_ok_and(|before| before.len() > reach) {
+                break;
+            }
+            match before.ok().and_then(|before| self.answer_after(text, prefixes, index, &before)) {
                 Some(bytes) => found.push(AnswerText { message: index, bytes }),
                 None => missing.push(index),
             }
         }
-        (found, missing)
+        Ok((found, missing))
     }
 
-    /// The bytes of one answer in a text. `None` if the text does not continue the answer's own prompt, or if the
-    /// template refuses to render that prompt.
-    fn answer_in(
-        &self,
-        text: &Text,
-        messages: &[Message],
-        index: usize,
-        tools: Option<&Value>,
-    ) -> Option<Range<usize>> {
-        let before = self.text(&messages[..index], tools, true).ok()?;
-        let with = self.text(&messages[..=index], tools, false).ok()?;
-        if !text.plain.starts_with(&with.plain) || !with.plain.starts_with(&before.plain) {
+    /// The bytes of an answer in a text, given the answer's own prompt. `None` if the text does not continue that prompt.
+    fn answer_after(&self, text: &Text, prefixes: &Prefixes<'_>, index: usize, before: &str) -> Option<Range<usize>> {
+        if !text.plain.starts_with(before) {
             return None;
         }
-        let bytes = before.plain.len()..with.plain.len();
-        let inside = |segment: &&Segment| bytes.start <= segment.range.start && segment.range.end <= bytes.end;
+        let with = prefixes.text(index + 1, false).ok()?;
+        let continues = text.plain.starts_with(&with) && with.starts_with(before);
+        continues.then(|| self.until_stop(text, before.len()..with.len()))
+    }
+
+    /// An answer's bytes up to and with the token that ends its turn.
+    fn until_stop(&self, text: &Text, bytes: Range<usize>) -> Range<usize> {
+        let first = text.segments.partition_point(|segment| segment.range.start < bytes.start);
+        let mut inside = text.segments[first..].iter().take_while(|segment| segment.range.end <= bytes.end);
         let is_stop = |segment: &&Segment| segment.special.is_some_and(|id| self.stop_ids.contains(&id));
-        let stop = text.segments.iter().filter(inside).find(is_stop);
-        Some(bytes.start..stop.map_or(bytes.end, |segment| segment.range.end))
+        bytes.start..inside.find(is_stop).map_or(bytes.end, |segment| segment.range.end)
+    }
+
+    /// Bytes of a text that hold its first `tokens` tokens and a little more.
+    fn reach(&self, text: &Text, tokens: usize) -> Result<usize, Error> {
+        // No token is shorter than a byte.
+        if text.plain.len() <= tokens {
+            return Ok(text.plain.len());
+        }
+        let mut count = 0;
+        for segment in &text.segments {
+            count += match segment.special {
+                Some(_) => 1,
+                None => self.tokenizer.encode_text(&text.plain[segment.range.clone()])?.len(),
+            };
+            if count > tokens {
+                return Ok(segment.range.end + REACH_MARGIN);
+            }
+        }
+        Ok(text.plain.len())
     }
 
     /// Renders messages with their control text broken, and takes the text apart.
@@ -300,16 +403,20 @@ impl Renderer {
         Ok(Text { segments: self.tokenizer.segments_unless(&plain, is_data), plain })
     }
 
-    /// Encodes a text piece by piece, cutting pieces at the given bytes.
-    fn encode(&self, text: &Text, cuts: &[usize]) -> Result<Vec<Spanned>, Error> {
+    /// Encodes a text piece by piece, cutting pieces at the given bytes, which rise, and ends after the wanted tokens.
+    fn encode(&self, text: &Text, cuts: &[usize], limits: Limits<'_>) -> Result<Vec<Spanned>, Error> {
         let mut tokens = Vec::new();
         for segment in &text.segments {
+            if tokens.len() > limits.tokens {
+                break;
+            }
             if let Some(id) = segment.special {
                 tokens.push((id, segment.range.clone()));
                 continue;
             }
             let Range { mut start, end } = segment.range;
-            let inner = cuts.iter().copied().filter(|cut| segment.range.start < *cut && *cut < end);
+            let first = cuts.partition_point(|cut| *cut <= start);
+            let inner = cuts[first..].iter().copied().take_while(|cut| *cut < end);
             for stop in inner.chain([end]) {
                 for (id, range) in self.tokenizer.encode_spanned(&text.plain[start..stop])? {
                     tokens.push((id, start + range.start..start + range.end));
@@ -321,12 +428,18 @@ impl Renderer {
     }
 }
 
+/// Answers that are looked for in all of a text, without a count of its tokens first.
+const FEW_ANSWERS: usize = 8;
+
+/// Bytes by which an answer's own prompt may be longer than the text before it: that of an empty think block, for example.
+const REACH_MARGIN: usize = 1024;
+
 /// The index of the last message, if its role is right.
-fn last_turn(messages: &[Message], role: Role) -> Result<usize, Error> {
+fn last_turn(messages: &[Message], expected: &[Role]) -> Result<usize, Error> {
     match messages.last() {
-        Some(last) if last.role == role => Ok(messages.len() - 1),
+        Some(last) if expected.contains(&last.role) => Ok(messages.len() - 1),
         other => Err(Error::WrongLastTurn {
-            expected: role.as_str(),
+            expected: expected.first().map_or("", |role| role.as_str()),
             found: other.map_or("nothing", |message| message.role.as_str()),
         }),
     }
@@ -345,11 +458,6 @@ fn mask(tokens: Vec<Spanned>, answers: &[AnswerText], unsupervised: Vec<usize>) 
         }
     }
     Rendered { ids: tokens.into_iter().map(|(id, _)| id).collect(), loss_mask, spans, unsupervised }
-}
-
-fn masked(tokens: Vec<Spanned>, answers: &[AnswerText], unsupervised: Vec<usize>) -> Result<Rendered, Error> {
-    let rendered = mask(tokens, answers, unsupervised);
-    if rendered.spans.is_empty() { Err(Error::NothingSupervised) } else { Ok(rendered) }
 }
 
 /// Text after a control token must encode as it does alone; tokenizers that put a space before the first word do not.

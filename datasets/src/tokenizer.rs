@@ -2,9 +2,10 @@
 //!
 //! Special tokens (control tokens such as `<|im_end|>`) are only recognised where the caller asks for it:
 //! [`Tokenizer::encode_text`] takes every text as data, so that nobody can smuggle a control token into a prompt.
-//! Other added tokens (such as Qwen's `<think>`) are part of the vocabulary and always recognised. Nothing is ever
-//! added: a beginning-of-text token comes from the chat template.
+//! Other added tokens (such as Qwen's `<think>`) are part of the vocabulary and always recognised. A beginning-of-text
+//! token comes from the chat template; only [`Tokenizer::encode_raw`], for texts that no template has made, puts one first.
 
+mod bound;
 mod load;
 mod stream;
 
@@ -50,6 +51,8 @@ pub(crate) type Spanned = (u32, Range<usize>);
 #[derive(Clone)]
 pub struct Tokenizer {
     parts: Arc<Parts>,
+    /// Tokens that a raw text begins with.
+    text_start: Arc<[u32]>,
 }
 
 struct Parts {
@@ -63,6 +66,10 @@ struct Parts {
     special_starts: [bool; 256],
     /// Bytes that no token holds and that would be lost in silence.
     missing_bytes: Vec<u8>,
+    /// Tokens that the post-processor puts before a text.
+    text_start: Vec<u32>,
+    /// Most bytes of a text without special tokens that become one token, where that has a limit.
+    bytes_per_token: Option<usize>,
     hash: String,
 }
 
@@ -76,7 +83,8 @@ impl Debug for Tokenizer {
 }
 
 impl Tokenizer {
-    /// Loads a `tokenizer.json`. Its padding, truncation and post-processor are not used.
+    /// Loads a `tokenizer.json`. Its padding and truncation are not used; of its post-processor, what it puts before a text
+    /// is kept for [`Tokenizer::encode_raw`].
     ///
     /// # Errors
     /// [`Error::Read`], [`Error::Tokenizer`], or [`Error::UnknownTokenizerKind`] for anything but BPE over bytes or with
@@ -96,8 +104,33 @@ impl Tokenizer {
         load::from_gguf(vocabulary).map(Self::from_parts)
     }
 
-    fn from_parts(parts: Parts) -> Self {
-        Tokenizer { parts: Arc::new(parts) }
+    fn from_parts(mut parts: Parts) -> Self {
+        let text_start = std::mem::take(&mut parts.text_start).into();
+        Tokenizer { parts: Arc::new(parts), text_start }
+    }
+
+    /// Sets the tokens that a raw text begins with, for models that say so beside the tokenizer (`add_bos_token`).
+    #[must_use]
+    pub fn with_text_start(self, ids: &[u32]) -> Self {
+        Tokenizer { text_start: ids.into(), ..self }
+    }
+
+    /// The tokens that a raw text begins with: the beginning-of-text token, or none.
+    pub fn text_start(&self) -> &[u32] {
+        &self.text_start
+    }
+
+    /// Encodes a text that is to be continued as it stands, as the model's own tokenizer does it: the texts of special tokens
+    /// are those tokens, and the text begins with [`Tokenizer::text_start`], but not twice where it has those tokens already.
+    ///
+    /// # Errors
+    /// As [`Tokenizer::encode_text`].
+    pub fn encode_raw(&self, text: &str) -> Result<Vec<u32>, Error> {
+        let ids = self.encode_with_specials(text)?;
+        if ids.starts_with(&self.text_start) {
+            return Ok(ids);
+        }
+        Ok([&self.text_start[..], &ids].concat())
     }
 
     /// Encodes a text in which nothing is a special token.

@@ -34,6 +34,11 @@ fn meta(layers: usize, hidden_size: usize, storage: StorageMode) -> CacheMeta {
     }
 }
 
+/// Any sign and mantissa, an exponent below that of 2, and not zero.
+fn small(bits: u32) -> bf16 {
+    bf16::from_bits(bits as u16 & 0xbfff | 1)
+}
+
 /// A sample that owns its columns.
 #[derive(Debug, Clone, PartialEq)]
 struct Owned {
@@ -46,7 +51,7 @@ struct Owned {
 }
 
 impl Owned {
-    /// Columns filled from a small counter, so that no two samples are alike and all bf16 bit patterns can occur.
+    /// Columns filled from a small counter, so that no two samples are alike; numbers of all kinds below 2 but zero.
     fn new(seed: u64, tokens: usize, meta: &CacheMeta) -> Self {
         let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
         let mut next = move || {
@@ -59,8 +64,8 @@ impl Owned {
             domain: "maths — ∑".to_owned(),
             input_ids: (0..tokens).map(|_| next() % (VOCAB - 1)).collect(),
             loss_mask: (0..tokens).map(|token| u8::from(2 * token + 2 > tokens)).collect(),
-            features: (0..tokens * width * meta.layer_ids.len()).map(|_| bf16::from_bits(next() as u16)).collect(),
-            last_hidden: (0..tokens * width).map(|_| bf16::from_bits(next() as u16)).collect(),
+            features: (0..tokens * width * meta.layer_ids.len()).map(|_| small(next())).collect(),
+            last_hidden: (0..tokens * width).map(|_| small(next())).collect(),
         }
     }
 
@@ -76,7 +81,7 @@ impl Owned {
         }
     }
 
-    /// Bit for bit, since NaN is not equal to itself.
+    /// Bit for bit, since 0 and -0 are equal.
     fn assert_same(&self, sample_id: u64, found: &Sample<'_>) {
         assert_eq!(found.sample_id, sample_id);
         assert_eq!(found.source_id, self.source_id);

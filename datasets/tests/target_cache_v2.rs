@@ -26,10 +26,15 @@ fn expected() -> Value {
     serde_json::from_slice(&fs_err::read(golden("expected.json")).unwrap()).unwrap()
 }
 
-/// A copy of the reference's cache that a test can damage.
+/// Sizes of the shards in their order.
+fn shard_bytes(reader: &Reader) -> Vec<u64> {
+    reader.manifest().shards.iter().map(|shard| reader.shard_bytes(shard.shard_id).unwrap()).collect()
+}
+
+/// A copy of the project's own cache of the reference, whose sizes the tests know, to be damaged.
 fn copy() -> TempDir {
     let folder = TempDir::new().unwrap();
-    for entry in fs_err::read_dir(golden("cache")).unwrap() {
+    for entry in fs_err::read_dir("tests/golden/cache_v2/cache").unwrap() {
         let path = entry.unwrap().path();
         fs_err::write(folder.path().join(path.file_name().unwrap()), fs_err::read(&path).unwrap()).unwrap();
     }
@@ -41,7 +46,11 @@ fn golden_index_and_manifest_are_those_of_the_reference() {
     let (reader, expected) = (Reader::open(&golden("cache")).unwrap(), expected());
     assert!(is_v2(&golden("cache")) && !is_v2(&golden("")));
     let manifest = reader.manifest();
-    assert_eq!((manifest.hidden_size, &manifest.target_layer_ids[..]), (64, &[0, 2, 4][..]));
+    let file: Value = serde_json::from_slice(&fs_err::read(golden("cache/manifest.json")).unwrap()).unwrap();
+    assert_eq!(
+        (json!(manifest.hidden_size), json!(manifest.target_layer_ids), json!(manifest.max_length)),
+        (file["hidden_size"].clone(), file["target_layer_ids"].clone(), file["max_length"].clone())
+    );
     assert_eq!(json!(manifest.num_shards), expected["num_shards"]);
     let records: Vec<Value> = reader
         .records()
@@ -56,8 +65,7 @@ fn golden_index_and_manifest_are_those_of_the_reference() {
         })
         .collect();
     assert_eq!(json!(records), expected["records"]);
-    let sizes: Vec<_> = manifest.shards.iter().map(|shard| reader.shard_bytes(shard.shard_id)).collect();
-    assert_eq!(json!(sizes), expected["shard_sizes"]);
+    assert_eq!(json!(shard_bytes(&reader)), expected["shard_sizes"]);
 }
 
 #[test]
@@ -91,18 +99,22 @@ fn golden_cache_is_written_again_byte_for_byte() {
     let folder = TempDir::new().unwrap();
     let dir = folder.path().join("out");
     let reader = Reader::open(&golden("cache")).unwrap();
-    // Any limit from the first shard's size to below the sum of that and the next sample's makes the same cut.
-    let mut writer = Writer::create(&dir, reader.manifest().clone(), 15_000).unwrap();
+    // Each shard fits the reference's own limit and would not with its next sample, and so it is with the size of the largest.
+    let limit = shard_bytes(&reader).into_iter().max().unwrap();
+    let mut writer = Writer::create(&dir, reader.manifest().clone(), limit).unwrap();
     for row in 0..reader.len() {
         let sample = reader.sample(row).unwrap();
         writer.append(&sample.as_sample(sample.sample_id, "")).unwrap();
         assert!(!dir.exists(), "the cache appears when it is complete");
     }
     assert_eq!(&writer.finish().unwrap(), reader.manifest());
-    let mut names: Vec<_> = fs_err::read_dir(&dir).unwrap().map(|entry| entry.unwrap().file_name()).collect();
-    names.sort();
-    assert_eq!(names, ["manifest.json", "samples.idx", "shard-00000.bin", "shard-00001.bin"]);
-    for name in names {
+    let names = |dir: &Path| -> Vec<_> {
+        let mut names: Vec<_> = fs_err::read_dir(dir).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+        names.sort();
+        names
+    };
+    assert_eq!(names(&dir), names(&golden("cache")));
+    for name in names(&dir) {
         let (ours, theirs) = (dir.join(&name), golden("cache").join(&name));
         assert_eq!(fs_err::read(ours).unwrap(), fs_err::read(theirs).unwrap(), "{}", name.display());
     }
@@ -116,7 +128,9 @@ fn golden_cache_is_sound() {
     let report = check(&golden("cache")).unwrap();
     let lens: u64 = expected()["lens"].as_array().unwrap().iter().map(|len| len.as_u64().unwrap()).sum();
     assert!(report.is_sound(), "{:?}", report.problems);
-    assert_eq!((report.samples, report.tokens, report.bytes), (5, lens, 14504 + 8288));
+    let samples = expected()["lens"].as_array().unwrap().len() as u64;
+    let bytes: u64 = expected()["shard_sizes"].as_array().unwrap().iter().map(|size| size.as_u64().unwrap()).sum();
+    assert_eq!((report.samples, report.tokens, report.bytes), (samples, lens, bytes));
     assert!(report.supervised_tokens > 0);
 }
 

@@ -7,8 +7,14 @@ mod conversations;
 mod environment;
 #[path = "text/eval_sets.rs"]
 mod eval_sets;
+#[path = "text/formats.rs"]
+mod formats;
+#[path = "text/invisible.rs"]
+mod invisible;
 #[path = "text/messy.rs"]
 mod messy;
+#[path = "text/raw.rs"]
+mod raw;
 #[path = "text/rendering.rs"]
 mod rendering;
 #[path = "text/templates.rs"]

@@ -144,7 +144,14 @@ impl TargetConfig {
         let family = match fields.strings("architectures")?.as_slice() {
             [architecture] => Family::parse(path, "architecture", architecture)?,
             [] => Family::parse(path, "model_type", fields.string("model_type")?)?,
-            several => return Err(Error::field(path, "architectures", format!("{several:?}"), "one architecture")),
+            several => {
+                return Err(Error::field(
+                    path,
+                    "architectures",
+                    format!("`{}`", several.join("`, `")),
+                    "one architecture",
+                ));
+            }
         };
         let config = Self::from_fields(&fields, family)?;
         if fields.flag("use_sliding_window", false)? && fields.optional_size("sliding_window")?.is_some() {

@@ -1,5 +1,8 @@
 //! What can go wrong in this crate: one enum whose variants hold the facts, with advice kept apart in [`Error::hint`].
 
+#[cfg(test)]
+mod messages;
+
 use std::path::{Path, PathBuf};
 
 /// Result of this crate.
@@ -52,7 +55,7 @@ pub enum Error {
         expected: String,
     },
     /// A field asks for something that exists elsewhere but is not implemented here.
-    #[error("`{}`: {field} `{found}` is not supported, only {supported}", path.display())]
+    #[error("`{}`: `{field}` is `{found}`, which is not supported, only {supported}", path.display())]
     Unsupported {
         /// File that was read.
         path: PathBuf,
@@ -300,7 +303,7 @@ impl Error {
             Self::NoFourBits { .. } => {
                 "use precision q8, which rounds any weights to 8 bits, or a GGUF file in one of these formats"
             }
-            Self::Corrupt { .. } | Self::Safetensors { .. } => "download or write the file again",
+            Self::Json { .. } | Self::Corrupt { .. } | Self::Safetensors { .. } => "download or write the file again",
             Self::ShardIndex { .. } => "download all shards and the index from the same revision",
             Self::TensorMissing { .. } | Self::TensorShape { .. } | Self::TensorsUnused { .. } => {
                 "check that config.json and the weights belong to the same checkpoint"
@@ -316,7 +319,7 @@ impl Error {
             }
             Self::NotFinite { .. } => "lower the learning rate, or resume from an earlier checkpoint",
             Self::Speculate(error) => return error.hint(),
-            Self::Batch(_) | Self::NoGradient { .. } | Self::Io(_) | Self::Json { .. } | Self::Tensor { .. } => {
+            Self::Batch(_) | Self::NoGradient { .. } | Self::Io(_) | Self::Tensor { .. } => {
                 return None;
             }
         };

@@ -47,7 +47,7 @@ impl Value {
             Self::F32(v) => v.to_string(),
             Self::F64(v) => v.to_string(),
             Self::Bool(v) => v.to_string(),
-            Self::String(v) if v.chars().count() <= 40 => format!("{v:?}"),
+            Self::String(v) if v.chars().count() <= 40 => format!("`{}`", v.escape_debug()),
             Self::String(v) => format!("a string of {} bytes", v.len()),
             Self::Array(v) => format!("an array of {} values", v.len()),
         }

@@ -11,6 +11,7 @@ use candle_core::{DType, Device, Tensor};
 use deepspec_kernels::attention::HeadLayout;
 use deepspec_kernels::attention::ragged::cache_shapes;
 use deepspec_kernels::linear::PANEL;
+use deepspec_kernels::memory::on_fresh_pages;
 
 use crate::error::{Error, Result};
 
@@ -67,7 +68,8 @@ impl KvCache {
     ) -> Result<Self> {
         let [keys, values] = cache_shapes(slots, rows, heads);
         let empty = |shape| (0..layers).map(|_| Tensor::zeros(shape, DType::F32, device)).collect::<Result<_, _>>();
-        Ok(Self { keys: empty(keys)?, values: empty(values)?, lengths: vec![0; slots], capacity, rows })
+        let (keys, values) = on_fresh_pages(|| -> Result<_> { Ok((empty(keys)?, empty(values)?)) })?;
+        Ok(Self { keys, values, lengths: vec![0; slots], capacity, rows })
     }
 
     /// Bytes that a cache from [`new`](Self::new) takes.

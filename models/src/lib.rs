@@ -17,5 +17,5 @@ pub mod weights;
 
 pub use deepspec_kernels::instruction_set;
 pub use deepspec_kernels::linear;
-pub use deepspec_kernels::memory::keep_freed_memory;
+pub use deepspec_kernels::memory::{keep_freed_memory, return_freed_memory};
 pub use error::{Error, Result};

@@ -156,6 +156,11 @@ impl Target {
         self.linears().filter(is_four_bit).map(Linear::bytes).sum()
     }
 
+    /// Bytes of the embedding table, of which a step reads a row per token.
+    pub fn embedding_bytes(&self) -> usize {
+        self.embed_tokens.elem_count() * self.embed_tokens.dtype().size_in_bytes()
+    }
+
     /// An empty cache for this model.
     ///
     /// # Errors

@@ -14,7 +14,7 @@ use deepspec_kernels::linear::{Linear, Packed, Precision};
 use deepspec_models::config::{DraftConfig, TargetConfig};
 use deepspec_models::draft::dspark::TrainSequence;
 use deepspec_models::draft::{DSpark, ParameterSource, Parameters};
-use deepspec_models::loss::dspark::{DSparkLoss, LossHead, LossWeights, Supervision, dspark_loss};
+use deepspec_models::loss::dspark::{DSparkLoss, LossHead, LossWeights, Supervision, anchor_candidates, dspark_loss};
 use deepspec_models::optimizer::{AdamWConfig, Gradients, Optimizer, Schedule};
 use deepspec_models::target::{NewTokens, Target};
 use deepspec_models::weights::Weights;
@@ -294,6 +294,20 @@ fn check_set(name: &str) {
                 close(parameter, &floats(lean), &floats(full), 1e-7, 1e-5);
             }
         }
+    }
+}
+
+#[test]
+fn anchors_are_supervised_and_followed_by_a_supervised_token() {
+    assert_eq!(anchor_candidates(&[0, 1, 1, 1, 0, 1, 0, 1, 1]), [1, 2, 7]);
+    assert_eq!(anchor_candidates(&[0, 1]), Vec::<usize>::new(), "the position before an answer is none");
+    assert_eq!(anchor_candidates(&[1, 0]), Vec::<usize>::new());
+    assert_eq!(anchor_candidates(&[]), Vec::<usize>::new());
+    // Those of the reference's batch are among them.
+    let set = Set::load("dspark_vanilla");
+    for (mask, anchors) in set.masks.iter().zip(&set.anchors) {
+        let candidates = anchor_candidates(mask);
+        assert!(anchors.iter().flatten().all(|anchor| candidates.contains(anchor)), "{anchors:?} of {candidates:?}");
     }
 }
 

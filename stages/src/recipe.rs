@@ -23,6 +23,9 @@ pub use self::layers::{AUTO_LAYER_COUNT, TargetLayers, auto_layers};
 pub use self::prompts::PromptSource;
 use crate::error::{Error, Result};
 
+/// What messages call a recipe that was changed.
+const WITH_OVERRIDES: &str = "with its overrides";
+
 /// A complete recipe; field names are the keys of the file.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -83,7 +86,7 @@ pub struct DataRecipe {
     pub prompts: PromptSource,
     /// Which answers of a conversation are supervised.
     pub loss_on: LossOn,
-    /// Whether zero-width and bidirectional control characters are taken out of texts.
+    /// Whether bidirectional controls and zero-width spaces are taken out of texts; joiners, which words and emoji need, stay.
     pub strip_invisible: bool,
     /// Largest share of rows that may be unusable, 0 to 1; 1 accepts any.
     pub max_bad_ratio: f64,
@@ -434,6 +437,16 @@ pub enum Proposer {
 }
 
 impl Proposer {
+    /// Its spelling in a recipe.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Plain => "plain",
+            Self::Ngram => "ngram",
+            Self::Draft => "draft",
+            Self::Hybrid => "hybrid",
+        }
+    }
+
     /// Whether it drafts with the trained drafter.
     pub fn needs_drafter(self) -> bool {
         matches!(self, Self::Draft | Self::Hybrid)
@@ -447,17 +460,42 @@ impl Recipe {
     /// # Errors
     /// The recipe cannot be found or read, an override is not understood, or a value is out of range.
     pub fn open(name_or_path: &str, overrides: &[String]) -> Result<Self> {
+        Self::open_with(name_or_path, overrides, |_| {})
+    }
+
+    /// As [`Recipe::open`], with changes from other arguments. Values are checked once, when all changes are made, since one may need
+    /// another.
+    ///
+    /// # Errors
+    /// As [`Recipe::open`].
+    pub fn open_with(name_or_path: &str, overrides: &[String], change: impl FnOnce(&mut Self)) -> Result<Self> {
         let path = Path::new(name_or_path);
-        let mut recipe = match Self::built_in(name_or_path) {
-            Some(recipe) if !path.is_file() => recipe?,
-            _ if path.exists() => Self::load(path)?,
+        let (text, origin) = match Self::built_in_text(name_or_path) {
+            Some(text) if !path.is_file() => (text.to_owned(), format!("`{name_or_path}` (built-in)")),
+            _ if path.exists() => (fs_err::read_to_string(path)?, format!("`{}`", path.display())),
             _ => return Err(built_in::unknown(name_or_path)),
         };
-        for assignment in overrides {
-            recipe.apply_set(assignment)?;
-        }
+        let recipe = Self::parse(&text, &origin)?.changed(overrides, change)?;
+        recipe.check(if overrides.is_empty() { &origin } else { WITH_OVERRIDES })?;
+        Ok(recipe)
+    }
+
+    /// Applies `--set` overrides in order, then another change, and checks the whole.
+    ///
+    /// # Errors
+    /// An override is not understood, or a value is out of range.
+    pub fn complete(self, overrides: &[String], change: impl FnOnce(&mut Self)) -> Result<Self> {
+        let recipe = self.changed(overrides, change)?;
         recipe.validate()?;
         Ok(recipe)
+    }
+
+    fn changed(mut self, overrides: &[String], change: impl FnOnce(&mut Self)) -> Result<Self> {
+        for assignment in overrides {
+            self.apply_set(assignment)?;
+        }
+        change(&mut self);
+        Ok(self)
     }
 
     /// Reads and checks a file.
@@ -474,9 +512,14 @@ impl Recipe {
     /// # Errors
     /// As [`Recipe::load`].
     pub fn from_toml(text: &str, origin: &str) -> Result<Self> {
-        let recipe: Self = toml::from_str(text).map_err(|error| keys::syntax_error(text, origin, &error))?;
+        let recipe = Self::parse(text, origin)?;
         recipe.check(origin)?;
         Ok(recipe)
+    }
+
+    /// Reads a text whose values are checked later.
+    fn parse(text: &str, origin: &str) -> Result<Self> {
+        toml::from_str(text).map_err(|error| keys::syntax_error(text, origin, &error))
     }
 
     /// The recipe as TOML; reading it gives the same recipe.
@@ -493,7 +536,7 @@ impl Recipe {
     /// # Errors
     /// [`Error::Recipe`] lists each field at fault with its value and what is allowed.
     pub fn validate(&self) -> Result<()> {
-        self.check("with its overrides")
+        self.check(WITH_OVERRIDES)
     }
 }
 

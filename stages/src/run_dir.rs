@@ -12,6 +12,7 @@
 
 mod atomic;
 mod journal;
+mod missing;
 
 #[cfg(test)]
 mod tests;
@@ -128,7 +129,25 @@ impl RunDir {
     /// # Errors
     /// There is none, or it cannot be read.
     pub fn saved_recipe(path: impl AsRef<Path>) -> Result<Recipe> {
-        Recipe::load(path.as_ref().join(RECIPE))
+        let path = path.as_ref();
+        let recipe = path.join(RECIPE);
+        if !recipe.is_file() {
+            return Err(missing::error(path));
+        }
+        Recipe::load(recipe)
+    }
+
+    /// The path again where it is a folder.
+    ///
+    /// # Errors
+    /// It is not; the error says which runs there are.
+    pub fn must_exist(path: &Path) -> Result<&Path> {
+        if path.is_dir() { Ok(path) } else { Err(missing::error(path)) }
+    }
+
+    /// The runs in a folder such as `runs`, by name.
+    pub fn all_in(folder: impl AsRef<Path>) -> Vec<String> {
+        missing::runs_in(folder.as_ref())
     }
 
     /// The folder.

@@ -6,6 +6,7 @@ use candle_core::{DType, Device};
 use deepspec_models::config::TargetConfig;
 use deepspec_models::gguf::Gguf;
 use deepspec_models::linear::Precision as Packing;
+use deepspec_models::return_freed_memory;
 use deepspec_models::target::Target;
 use deepspec_models::weights::Weights;
 
@@ -80,6 +81,8 @@ impl TargetModel {
         let weights = Weights::open(&resolved.path, DType::F32, &Device::Cpu)?;
         let fingerprint = weights.fingerprint(&config);
         let target = Target::load(config, &weights, packing(precision))?;
+        // Each tensor was unpacked on its way to the packed form.
+        return_freed_memory();
         let config = target.config();
         let in_eight_bits = match precision {
             Precision::Q4 => {
@@ -88,7 +91,7 @@ impl TargetModel {
             Precision::F32 | Precision::Bf16 | Precision::Q8 => String::new(),
         };
         ctx.note(format!(
-            "target {}: {}, {} layers, hidden {}, vocabulary {}, {:.0} MB of {} weights per step{}, stop ids {:?}, {} kernels on {} threads",
+            "target {}: {}, {} layers, hidden {}, vocabulary {}, {:.0} MB of {} weights per step{} and {:.0} MB of embeddings, stop ids {:?}, {} kernels on {} threads",
             resolved.name,
             config.family.model_type(),
             config.num_hidden_layers,
@@ -97,6 +100,7 @@ impl TargetModel {
             target.weight_bytes() as f64 / 1e6,
             packing(precision).name(),
             in_eight_bits,
+            target.embedding_bytes() as f64 / 1e6,
             text.stop_ids(),
             deepspec_models::instruction_set(),
             rayon::current_num_threads(),

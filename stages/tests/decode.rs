@@ -20,9 +20,9 @@ use deepspec_stages::engine::{Adaptive, Engine, Finished, Request, StepCost, Ste
 use serde_json::Value;
 
 use requests::request;
-use tiny::{target, target_in};
-use tiny_drafter::drafter;
-use traces::{numbers, traces};
+use tiny::{load_target, target, target_in};
+use tiny_drafter::{drafter, load_drafter};
+use traces::{golden, numbers, traces};
 
 fn run(target: &Target, proposer: Box<dyn Proposer + '_>, slots: usize, requests: Vec<Request>) -> Vec<Finished> {
     let capacity = capacity(&requests);
@@ -54,7 +54,7 @@ fn golden_decode_traces_dflash() {
 
 /// Every case of a set of traces: tokens, blocks, lengths and confidences of each round.
 fn check_traces(set: &str) {
-    let (target, drafter) = (target(), drafter(set));
+    let (target, drafter) = (load_target(&golden("target"), Precision::F32), load_drafter(&golden(set)));
     let traces = traces(set);
     let block = drafter.config().block_size;
     let cases = traces["cases"].as_array().unwrap();

@@ -12,17 +12,25 @@ mod traces;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use candle_core::{Device, Tensor};
+use deepspec_models::linear::Precision;
 use deepspec_models::speculate::{NgramProposer, NoProposer, Proposer, SamplingParams};
 use deepspec_models::target::Target;
 use deepspec_stages::drafter::{Drafter, load_drafter};
 use deepspec_stages::engine::{Adaptive, Engine, Finished, Request, StepCost, StepCosts};
 use deepspec_stages::recipe::Precision as Stored;
 use requests::request;
-use tiny::{golden, target};
-use traces::{numbers, traces};
+use tiny::{load_target, target};
+use traces::{golden, numbers, traces};
 
 fn drafter(target: &Target) -> Drafter {
-    load_drafter(&golden("decode/eagle3"), target.config(), Stored::F32).unwrap()
+    load_drafter(&tiny::golden("decode/eagle3"), target.config(), Stored::F32).unwrap()
+}
+
+/// Target and drafter of the set that is compared with.
+fn golden_models() -> (Target, Drafter) {
+    let target = load_target(&golden("target"), Precision::F32);
+    let drafter = load_drafter(&golden("decode/eagle3"), target.config(), Stored::F32).unwrap();
+    (target, drafter)
 }
 
 fn run(mut engine: Engine<'_>, requests: Vec<Request>) -> Vec<Finished> {
@@ -33,8 +41,7 @@ fn run(mut engine: Engine<'_>, requests: Vec<Request>) -> Vec<Finished> {
 
 #[test]
 fn golden_decode_traces_eagle3() {
-    let target = target();
-    let drafter = drafter(&target);
+    let (target, drafter) = golden_models();
     let traces = traces("decode/eagle3");
     assert_eq!(traces["max_proposal_tokens"], drafter.block_size());
     let cases = traces["cases"].as_array().unwrap();
@@ -76,8 +83,8 @@ fn golden_decode_traces_eagle3() {
 /// Draft logits of the traces, through the cache as drafting uses it.
 #[test]
 fn golden_draft_logits_eagle3() {
-    let target = target();
-    let Drafter::Eagle3(drafter) = drafter(&target) else { panic!("not an Eagle3 drafter") };
+    let (target, drafter) = golden_models();
+    let Drafter::Eagle3(drafter) = drafter else { panic!("not an Eagle3 drafter") };
     let traces = traces("decode/eagle3");
     let logits: HashMap<String, Tensor> =
         candle_core::safetensors::load(golden("decode/eagle3/traces.safetensors"), &Device::Cpu).unwrap();

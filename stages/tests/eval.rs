@@ -192,7 +192,7 @@ fn an_evaluation_finds_and_writes_what_it_says() {
     assert_eq!(read.tables(), outcome.tables());
 
     let tables = outcome.tables();
-    assert_eq!(tables.len(), 5, "summary and cost per temperature, and the cost of passes");
+    assert_eq!(tables.len(), 6, "summary and cost per temperature, answers beside plain ones, and the cost of passes");
     assert_eq!(tables[1].header, ["", "draft ms", "verify ms", "other ms", "round ms", "break-even tau", "tau"]);
     let costs = |row: usize| outcome.temperatures[0].all.proposers[row].round_cost.unwrap();
     assert_eq!(costs(0).break_even_tau, None);
@@ -200,12 +200,17 @@ fn an_evaluation_finds_and_writes_what_it_says() {
     let parts = costs(2).draft_ms + costs(2).verify_ms + costs(2).other_ms;
     assert!((parts - costs(2).round_ms).abs() < 1e-9);
     assert_eq!(outcome.step_costs.iter().map(|cost| cost.rows).collect::<Vec<_>>(), [1, 2, 3, 4, 5, 6]);
-    assert_eq!(tables[4].rows[1][..2], ["ratio to 1 row", "1.00"]);
+    assert_eq!(tables[5].rows[1][..2], ["ratio to 1 row", "1.00"]);
     assert_eq!(tables[0].header[..4], ["", "tau", "accept@1", "accept@2"]);
     assert_eq!(tables[0].rows.iter().map(|row| row[0].as_str()).collect::<Vec<_>>(), ["plain", "ngram", "dspark"]);
     assert!(tables[0].rows.iter().all(|row| row.len() == tables[0].header.len()));
-    assert_eq!(tables[0].rows[2].last().unwrap(), "yes");
-    assert!(outcome.headline().last().unwrap().contains("all 8 answers"), "{:?}", outcome.headline());
+    assert_eq!(tables[0].rows[2].last().unwrap(), "none: 4 prompts");
+    let accepted = |row: usize| outcome.temperatures[0].all.proposers[row].acceptance.accepted.to_string();
+    assert_eq!(tables[2].header[1..], ["identical", "answers", "different", "tokens", "of which accepted drafts"]);
+    assert_eq!(tables[2].rows[1], ["dspark", "yes", "4", "0", "96", &accepted(2)]);
+    let basis = format!("192 tokens, of which {} accepted drafts", outcome.comparison.accepted);
+    let said = outcome.headline().pop().unwrap();
+    assert!(said.contains("all 8 answers") && said.contains(&basis), "{said}");
 
     let readme = fs_err::read_to_string(out.join("README.md")).unwrap();
     for part in [
@@ -256,11 +261,12 @@ fn an_interrupted_evaluation_goes_on_with_the_same_result() {
     assert!(!out.join("results.json").exists());
     let journal = out.join("journal.jsonl");
     let mut text = fs_err::read_to_string(&journal).unwrap();
-    assert_eq!(text.lines().count(), 7);
+    // The three proposers took turns on a prompt when the stop was asked for.
+    assert_eq!(text.lines().count(), 9);
     text.truncate(text.len() - 30);
     fs_err::write(&journal, text).unwrap();
     let (resumed, notes) = bench.run(&out, &[]);
-    assert!(notes.iter().any(|note| note.contains("6 answers are taken from the journal")), "{notes:?}");
+    assert!(notes.iter().any(|note| note.contains("8 answers are taken from the journal")), "{notes:?}");
     assert_eq!(resumed.identity, whole.identity);
     assert_eq!(timeless(&out, &resumed), timeless(&bench.out("whole"), &whole));
     let (again, _) = bench.run(&out, &[]);
@@ -340,6 +346,34 @@ fn what_cannot_be_run_is_refused() {
     let (plain, _) = bench.run(&bench.out("plain"), &["eval.proposers=[\"plain\"]", "eval.temperatures=[0.0]"]);
     assert_eq!((plain.lossless, plain.compared, &plain.drafter), (None, 0, &None));
     assert!(plain.headline()[0].contains("not compared"), "{:?}", plain.headline());
+}
+
+#[test]
+fn tools_of_a_row_are_rendered_or_the_row_is_refused_as_prepare_does() {
+    let mut bench = Bench::new();
+    let path = bench.folder.path().join("tiny.jsonl");
+    let one = ["eval.proposers=[\"plain\"]", "eval.temperatures=[0.0]", "eval.max_new_tokens=4"];
+    let turn = r#""messages": [{"role": "user", "content": "Add 1 and 2."}]"#;
+    let write = |tools: &str| fs_err::write(&path, format!("{{{turn}{tools}}}\n{{\"prompt\": \"Hi\"}}\n")).unwrap();
+    let with_tools = r#", "tools": [{"type": "function", "function": {"name": "add"}}]"#;
+
+    write(with_tools);
+    let (refused, _) = bench.run(&bench.out("refused"), &one);
+    assert_eq!((refused.sets[0].prompts, refused.sets[0].rejected), (1, 1));
+    assert!(refused.sets[0].first_rejects[0].contains("line 1: the conversation has `tools`"), "{:?}", refused.sets);
+
+    let template =
+        format!("{{% if tools %}}<|im_start|>tools\n{{{{ tools | tojson }}}}<|im_end|>\n{{% endif %}}{TEMPLATE}");
+    bench.renderer = byte_renderer(&template, &["<|im_start|>", "<|im_end|>"], "<|im_end|>", &[]);
+    let identity = |name: &str| bench.run(&bench.out(name), &one).0.identity;
+    let tools = identity("tools");
+    write("");
+    let none = identity("none");
+    write(r#", "functions": [{"name": "add"}]"#);
+    let old = identity("old");
+    write(r#", "tools": []"#);
+    assert_ne!(tools, none, "the same prompt with and without tools");
+    assert_eq!((old, identity("empty")), (tools, none));
 }
 
 /// Proposes a fixed continuation.

@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use candle_core::DType;
 use deepspec_datasets::conversation::{Message, Role};
 use deepspec_datasets::renderer::Renderer;
-use deepspec_datasets::target_cache::{Reader, check};
+use deepspec_datasets::target_cache::{CacheError, Reader, check};
 use deepspec_models::target::{NewTokens, Target};
 use deepspec_stages::prepare::{self, Answer, End, Finish, PrepareOutcome};
 use deepspec_stages::progress::{Context, Event, Interrupt, Reporter};
@@ -395,10 +395,169 @@ fn invisible_characters_are_removed_where_asked() {
     let rows = "{\"prompt\": \"H\u{200b}i\"}\n{\"prompt\": \"\u{200b}\"}\n";
     let (world, case) = (World::new(), Case::new(rows, &["data.strip_invisible=true"]));
     let outcome = case.run("run", &world).unwrap();
-    assert_eq!(outcome.repaired, BTreeMap::from([("invisible characters removed", 1)]));
+    assert_eq!(outcome.repaired, BTreeMap::from([("zero-width spaces removed", 1)]));
     assert_eq!(outcome.rejected, BTreeMap::from([("empty content", 1)]));
     let prompt = world.renderer.render_prompt(&[Message::new(Role::User, "Hi")], None).unwrap();
     assert_eq!(case.cache("run").sample(0).unwrap().input_ids[..prompt.len()], prompt);
+}
+
+#[test]
+fn words_and_emoji_are_trained_on_as_they_are_written_whether_or_not_characters_are_removed() {
+    let texts = [
+        "\u{645}\u{6cc}\u{200c}\u{62e}\u{648}\u{627}\u{647}\u{645}",
+        "\u{1f468}\u{200d}\u{1f469}\u{200d}\u{1f467}",
+        "\u{1f3f4}\u{e0067}\u{e0062}\u{e0073}\u{e0063}\u{e0074}\u{e007f}",
+    ];
+    let rows: String = texts.iter().map(|text| format!("{{\"prompt\": \"{text}\"}}\n")).collect();
+    let world = World::new();
+    for strip in ["data.strip_invisible=true", "data.strip_invisible=false"] {
+        let case = Case::new(&rows, &[strip]);
+        let outcome = case.run("run", &world).unwrap();
+        assert!(outcome.repaired.is_empty(), "{:?}", outcome.repaired);
+        let cache = case.cache("run");
+        for (index, text) in (0..).zip(texts) {
+            let prompt = world.renderer.render_prompt(&[Message::new(Role::User, text)], None).unwrap();
+            assert_eq!(cache.sample(index).unwrap().input_ids[..prompt.len()], prompt);
+        }
+    }
+}
+
+const LATER_SYSTEM: &str = r#"{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "system", "content": "s"}, {"role": "user", "content": "c"}, {"role": "system", "content": "t"}, {"role": "assistant", "content": "d"}]}
+{"prompt": "x", "completion": "y"}
+"#;
+
+#[test]
+fn a_later_system_message_is_rendered_where_it_stands() {
+    let world = World::new();
+    let decoded =
+        |reader: &Reader, index: u64| world.renderer.tokenizer().decode(reader.sample(index).unwrap().input_ids, false);
+    let case = Case::new(LATER_SYSTEM, &["prepare.regenerate=false", "prepare.max_length=256"]);
+    case.run("own", &world).unwrap();
+    let text = decoded(&case.cache("own"), 0);
+    let turns = "a<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n<|im_start|>system\ns<|im_end|>\n<|im_start|>user\nc<|im_end|>\n\
+                 <|im_start|>system\nt<|im_end|>\n<|im_start|>assistant\nd<|im_end|>";
+    assert!(text.contains(turns), "{text}");
+
+    // Answers of the target stand where those of the row did: before one system message, after the other.
+    let case = Case::new(LATER_SYSTEM, &["prepare.max_length=256", "prepare.samples_per_prompt=24"]);
+    case.run("anew", &world).unwrap();
+    let cache = case.cache("anew");
+    let used: Vec<Answer> = case.answers("anew").into_iter().filter(|answer| !answer.turns.is_empty()).collect();
+    let (index, answer) = used.iter().enumerate().find(|(_, answer)| answer.turns.len() == 2).unwrap();
+    let [one, two] = &answer.turns[..] else { panic!("two turns") };
+    let messages = [
+        Message::new(Role::User, "a"),
+        Message::new(Role::Assistant, &*one.text),
+        Message::new(Role::System, "s"),
+        Message::new(Role::User, "c"),
+        Message::new(Role::System, "t"),
+    ];
+    let prompt = world.renderer.render_prompt(&messages, None).unwrap();
+    let ids = cache.sample(index as u64).unwrap().input_ids;
+    assert_eq!(ids[..prompt.len()], prompt);
+    assert_eq!(ids[prompt.len()..prompt.len() + two.ids.len()], two.ids);
+}
+
+#[test]
+fn a_template_that_refuses_a_conversation_is_counted_with_its_own_words() {
+    let template = format!(
+        "{{% for m in messages %}}{{% if m.role == 'system' and not loop.first %}}{{{{ raise_exception('system comes first') }}}}\
+         {{% endif %}}{{% endfor %}}{TEMPLATE}"
+    );
+    let controls = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"];
+    let world = World { renderer: byte_renderer(&template, &controls, "<|endoftext|>", &[]), ..World::new() };
+    let case = Case::new(LATER_SYSTEM, &["prepare.regenerate=false"]);
+    let outcome = case.run("run", &world).unwrap();
+    assert_eq!(outcome.rejected, BTreeMap::from([("refused by the chat template", 1)]));
+    let rejects: Vec<Value> = read_journal(case.folder.path().join("run/rejects.jsonl")).unwrap();
+    assert!(rejects[0]["reason"].as_str().unwrap().ends_with("system comes first"), "{rejects:?}");
+}
+
+#[test]
+fn calls_in_the_text_of_answers_are_trained_on_with_their_replies() {
+    let rows = r#"{"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "<tool_call>\n{}\n</tool_call>"}, {"from": "tool", "value": "r"}, {"from": "gpt", "value": "a"}]}
+"#;
+    let (world, case) = (World::new(), Case::new(rows, &["prepare.regenerate=false", "prepare.max_length=256"]));
+    let outcome = case.run("run", &world).unwrap();
+    assert!(outcome.rejected.is_empty() && outcome.repaired.is_empty());
+    let text = world.renderer.tokenizer().decode(case.cache("run").sample(0).unwrap().input_ids, false);
+    assert!(text.contains("<tool_call>\n{}\n</tool_call><|im_end|>\n<|im_start|>tool\nr<|im_end|>"), "{text}");
+}
+
+/// What the disk of a test has free; each test that changes it has one of its own.
+mod disks {
+    use std::path::Path;
+    use std::sync::atomic::{AtomicU64, Ordering};
+
+    use deepspec_datasets::target_cache::CacheError;
+
+    pub(crate) static SHRINKING: AtomicU64 = AtomicU64::new(u64::MAX);
+    pub(crate) static CALLS: AtomicU64 = AtomicU64::new(0);
+
+    pub(crate) fn small(_: &Path) -> Result<u64, CacheError> {
+        Ok(10_000)
+    }
+
+    /// Has room for ever, up to the call whose number was set.
+    pub(crate) fn shrinking(_: &Path) -> Result<u64, CacheError> {
+        let call = CALLS.fetch_add(1, Ordering::SeqCst);
+        Ok(if call < SHRINKING.load(Ordering::SeqCst) { 1 << 40 } else { 200 })
+    }
+}
+
+#[test]
+fn a_disk_too_small_is_noticed_before_the_first_answer() {
+    let (world, case) = (World::new(), Case::new(ROWS, &["prepare.samples_per_prompt=2"]));
+    let run = case.open("run");
+    let user = User::new(usize::MAX);
+    let World { target, renderer } = &world;
+    let error = prepare::run_on_disk(&case.recipe, &run, target, renderer, FINGERPRINT, disks::small, user.context());
+    let error = error.unwrap_err();
+    assert!(matches!(&error, Error::Cache(CacheError::NotEnoughSpace { available: 10_000, .. })), "{error}");
+    assert_eq!(user.advanced.load(Ordering::SeqCst), 0, "answers were made");
+    let hint = error.hint().unwrap();
+    for key in ["data.limit", "prepare.max_new_tokens", "prepare.max_length"] {
+        assert!(hint.contains(key), "{hint}");
+        let mut recipe = case.recipe.clone();
+        recipe.apply_set(&format!("{key}=90")).unwrap();
+    }
+    drop(run);
+    // With room it goes on, and with none left it has nothing more to ask for.
+    case.run("run", &world).unwrap();
+    let run = case.open("run");
+    prepare::run_on_disk(&case.recipe, &run, target, renderer, FINGERPRINT, disks::small, user.context()).unwrap();
+}
+
+#[test]
+fn a_disk_that_fills_up_stops_the_run_at_an_answer_or_a_shard_and_the_run_goes_on_later() {
+    let (world, case) = (World::new(), Case::new(ROWS, &["prepare.samples_per_prompt=8"]));
+    case.run("whole", &world).unwrap();
+    let whole = case.files("whole");
+    let World { target, renderer } = &world;
+    let mut stops = Vec::new();
+    for calls in 0.. {
+        disks::CALLS.store(0, Ordering::SeqCst);
+        disks::SHRINKING.store(calls, Ordering::SeqCst);
+        let name = format!("run-{calls}");
+        let run = case.open(&name);
+        let user = User::new(usize::MAX);
+        let outcome =
+            prepare::run_on_disk(&case.recipe, &run, target, renderer, FINGERPRINT, disks::shrinking, user.context());
+        drop(run);
+        match outcome {
+            Ok(_) => break,
+            Err(error) => assert!(matches!(error, Error::Cache(CacheError::NotEnoughSpace { .. })), "{error}"),
+        }
+        let shards = fs_err::read_dir(case.folder.path().join(&name).join("cache")).map_or(0, |files| {
+            files.filter(|file| file.as_ref().unwrap().file_name().to_string_lossy().ends_with(".arrow")).count()
+        });
+        stops.push((case.answers(&name).len(), shards));
+        case.run(&name, &world).unwrap();
+        assert!(case.files(&name) == whole, "stopped at look {calls}");
+    }
+    let all = case.answers("whole").len();
+    assert!(stops.iter().any(|(answers, _)| (1..all).contains(answers)), "{stops:?}");
+    assert!(stops.iter().any(|(answers, shards)| *answers == all && *shards > 1), "{stops:?}");
 }
 
 #[test]

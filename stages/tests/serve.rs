@@ -1,174 +1,31 @@
 //! The server over real sockets, with the tiny target: answers, refusals, clients that leave, and the end.
 #![expect(clippy::unwrap_used, reason = "tests fail as tests do")]
 
+#[path = "serve/admission.rs"]
+mod admission;
 mod common;
+#[path = "serve/connections.rs"]
+mod connections;
+#[path = "serve/robustness.rs"]
+mod robustness;
+#[path = "common/server.rs"]
+mod server;
 #[path = "common/tiny.rs"]
 mod tiny;
 #[path = "common/tiny_drafter.rs"]
 mod tiny_drafter;
 
 use std::io::{Read, Write};
-use std::net::{Shutdown, SocketAddr, TcpStream};
-use std::sync::Mutex;
+use std::net::{Shutdown, TcpStream};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use deepspec_models::config::DrafterConfig;
-use deepspec_models::speculate::{CounterRng, DSparkProposer, Stream};
-use deepspec_stages::engine::{Engine, Schedule, Sources, StepCost, StepCosts};
-use deepspec_stages::model_source::TextSide;
-use deepspec_stages::progress::{Context, Event, Interrupt, Reporter};
-use deepspec_stages::serve::{Capacity, ServeOptions, Server};
+use deepspec_models::speculate::{CounterRng, Stream};
+use deepspec_stages::serve::Capacity;
 use serde_json::{Value, json};
 
-const TEMPLATE: &str = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}\
-{% if add_generation_prompt %}<|im_start|>assistant\n{% if enable_thinking %}<think>\n{% endif %}{% endif %}";
-/// Ids of the marks around reasoning.
-const THINK: [u32; 2] = [258, 259];
-/// Time that the server of these tests gives to a client.
-const PATIENCE: Duration = Duration::from_millis(1500);
-
-#[derive(Default)]
-struct Log(Mutex<Vec<String>>);
-
-impl Reporter for Log {
-    fn event(&self, event: Event<'_>) {
-        if let Event::Note(text) | Event::Warning(text) | Event::Line(text) = event {
-            self.0.lock().unwrap().push(text.to_owned());
-        }
-    }
-}
-
-/// Runs `client` against a server of three slots with two places to wait.
-fn serve<T: Send>(api_key: Option<&str>, client: impl FnOnce(SocketAddr, &Interrupt) -> T + Send) -> (T, Vec<String>) {
-    let (log, interrupt) = (Log::default(), Interrupt::new());
-    let server = Server::bind(([127, 0, 0, 1], 0).into()).unwrap();
-    let address = server.address();
-    let result = thread::scope(|scope| {
-        let client = scope.spawn(|| {
-            // A client that fails must not leave the server running.
-            struct Stop<'a>(&'a Interrupt);
-            impl Drop for Stop<'_> {
-                fn drop(&mut self) {
-                    self.0.set();
-                }
-            }
-            let _stop = Stop(&interrupt);
-            client(address, &interrupt)
-        });
-        let (target, drafter) = (tiny::target(), tiny_drafter::drafter("decode/dspark_vanilla"));
-        let renderer =
-            common::byte_renderer(TEMPLATE, &["<|im_start|>", "<|im_end|>", "<think>", "</think>"], "<|im_end|>", &[]);
-        let text = TextSide { renderer, bos: Some(256), pad: None };
-        let marks = text.reasoning_marks().unwrap();
-        assert_eq!([marks.open, marks.close], THINK);
-        let proposer = Box::new(DSparkProposer::new(&drafter, target.lm_head(), 3, 200).unwrap());
-        let costs =
-            StepCosts::new(vec![StepCost { rows: 1, seconds: 1.0 }, StepCost { rows: 9, seconds: 1.4 }]).unwrap();
-        let mut engine =
-            Engine::scheduled(&target, Schedule::Scheduled, Sources::Hybrid, Some(proposer), Some(costs), (3, 200))
-                .unwrap();
-        let options = ServeOptions {
-            model_name: "tiny".into(),
-            api_key: api_key.map(Into::into),
-            queue: 2,
-            drain: Duration::from_secs(20),
-            reasoning: Some(marks),
-            patience: PATIENCE,
-            confidence_threshold: 0.0,
-            has_drafter: true,
-            description: "a test".into(),
-        };
-        let context = Context { reporter: &log, interrupt: &interrupt };
-        server.run(&mut engine, &text, &options, context).unwrap();
-        assert_eq!((engine.active(), engine.waiting(), engine.free_slots()), (0, 0, 3), "the engine is not empty");
-        client.join().unwrap()
-    });
-    (result, log.0.into_inner().unwrap())
-}
-
-/// An answer of the server.
-#[derive(Debug)]
-struct Reply {
-    status: u16,
-    head: String,
-    body: String,
-}
-
-impl Reply {
-    fn json(&self) -> Value {
-        serde_json::from_str(&self.body).unwrap_or_else(|error| panic!("{error}: {self:?}"))
-    }
-
-    /// Data of server-sent events.
-    fn events(&self) -> Vec<Value> {
-        let data: Vec<&str> = self.body.lines().filter_map(|line| line.strip_prefix("data: ")).collect();
-        assert_eq!(data.last(), Some(&"[DONE]"), "{self:?}");
-        data[..data.len() - 1].iter().map(|data| serde_json::from_str(data).unwrap()).collect()
-    }
-}
-
-fn open(address: SocketAddr, head: &str, body: &[u8]) -> TcpStream {
-    let mut stream = TcpStream::connect(address).unwrap();
-    stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
-    let length = body.len();
-    let head = format!("{head}\r\nhost: test\r\nconnection: close\r\ncontent-length: {length}\r\n\r\n");
-    // A server that has heard enough may close before all is sent.
-    let _ = stream.write_all(head.as_bytes()).and_then(|()| stream.write_all(body));
-    stream
-}
-
-fn read(mut stream: TcpStream) -> Reply {
-    let mut bytes = Vec::new();
-    let _ = stream.read_to_end(&mut bytes);
-    let text = String::from_utf8(bytes).expect("answers are UTF-8");
-    let (head, mut rest) = text.split_once("\r\n\r\n").unwrap_or_else(|| panic!("no answer: {text:?}"));
-    let status = head.split(' ').nth(1).unwrap().parse().unwrap();
-    let mut body = String::new();
-    if head.to_lowercase().contains("transfer-encoding: chunked") {
-        while let Some((size, after)) = rest.split_once("\r\n") {
-            let size = usize::from_str_radix(size, 16).unwrap();
-            body.push_str(&after[..size]);
-            rest = &after[size + 2..];
-        }
-    } else {
-        body.push_str(rest);
-    }
-    Reply { status, head: head.into(), body }
-}
-
-fn get(address: SocketAddr, path: &str) -> Reply {
-    read(open(address, &format!("GET {path} HTTP/1.1"), b""))
-}
-
-fn post_bytes(address: SocketAddr, path: &str, body: &[u8]) -> TcpStream {
-    open(address, &format!("POST {path} HTTP/1.1\r\ncontent-type: application/json"), body)
-}
-
-fn post(address: SocketAddr, path: &str, body: &Value) -> Reply {
-    read(post_bytes(address, path, body.to_string().as_bytes()))
-}
-
-fn metric(address: SocketAddr, name: &str) -> f64 {
-    let text = get(address, "/metrics").body;
-    let line =
-        text.lines().find(|line| line.starts_with(&format!("{name}{{"))).unwrap_or_else(|| panic!("{name}: {text}"));
-    line.rsplit(' ').next().unwrap().parse().unwrap()
-}
-
-/// Waits until the server holds no request.
-fn wait_until_idle(address: SocketAddr) {
-    let begun = Instant::now();
-    let mut looks = 0;
-    // Requests on their way to the engine are in no count yet: it has to be idle for a while.
-    while looks < 10 {
-        let is_idle =
-            metric(address, "vllm:num_requests_running") + metric(address, "vllm:num_requests_waiting") == 0.0;
-        looks = if is_idle { looks + 1 } else { 0 };
-        assert!(begun.elapsed() < Duration::from_secs(30), "requests are left");
-        thread::sleep(Duration::from_millis(20));
-    }
-}
+use server::{PATIENCE, Reply, THINK, get, metric, open, post, post_bytes, read, serve, wait_until_idle};
 
 #[test]
 fn clients_are_answered() {

@@ -1,6 +1,6 @@
 //! The train stage on the tiny golden target and a cache made here: what the map of a draft vocabulary holds and covers, what
 //! checkpoints bring back, acceptance measured on the way, a cache that several runs share, what is refused.
-#![expect(clippy::disallowed_methods, clippy::unwrap_used, reason = "helpers of tests fail as tests do")]
+#![expect(clippy::unwrap_used, reason = "helpers of tests fail as tests do")]
 
 mod common;
 
@@ -37,8 +37,7 @@ const TEMPLATE: &str = "{% for message in messages %}<|im_start|>{{ message.role
                         {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
 
 fn model() -> TargetModel {
-    let folder = std::env::var("DEEPSPEC_GOLDEN").unwrap_or_else(|_| "../models/tests/golden".into());
-    let path = PathBuf::from(folder).join("target");
+    let path = PathBuf::from("../models/tests/golden/target");
     let config = TargetConfig::open(&path).unwrap();
     let weights = Weights::from_folder(&path, DType::F32, &Device::Cpu).unwrap();
     let fingerprint = weights.fingerprint(&config);
@@ -391,11 +390,10 @@ fn a_drafter_that_is_never_accepted_is_called_out() {
 #[test]
 fn measured_acceptance_is_that_of_the_checkpoint() {
     let bench = Bench::new();
-    let root = std::env::var("DEEPSPEC_GOLDEN").unwrap_or_else(|_| "../models/tests/golden".into());
-    let from = format!("init.from={root}/decode/dspark_vanilla");
-    let config = DraftConfig::from_folder(PathBuf::from(root).join("decode/dspark_vanilla")).unwrap();
+    let from = "../models/tests/golden/decode/dspark_vanilla";
+    let config = DraftConfig::from_folder(from).unwrap();
     let settings = [
-        &from,
+        &format!("init.from={from}"),
         &format!("draft.num_layers={}", config.body.num_hidden_layers),
         &format!("draft.block_size={}", config.block_size),
         &format!("draft.markov_rank={}", config.markov_rank),

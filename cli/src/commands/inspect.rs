@@ -6,6 +6,7 @@ mod cache_v2;
 mod conversations;
 mod drafter;
 mod expected;
+mod fetched;
 mod gguf;
 mod model;
 mod report;
@@ -17,6 +18,7 @@ use std::path::Path;
 
 use deepspec_datasets::target_cache::format::{MANIFEST_FILE, PROGRESS_FILE};
 use deepspec_datasets::target_cache::v2;
+use deepspec_stages::model_source::fetched_model_in;
 use deepspec_stages::progress::Context;
 
 use self::report::Report;
@@ -43,13 +45,15 @@ enum Kind {
 /// The path cannot be read at all or is of no known kind, an option does not apply to its kind, or, after the report is
 /// printed, problems were found.
 pub(crate) fn run(arguments: &InspectArguments, printer: &Printer, context: Context<'_>) -> anyhow::Result<()> {
-    let kind = detect(&arguments.path)?;
+    // The folder of a fetched package is that of its model.
+    let path = &fetched_model_in(&arguments.path).unwrap_or_else(|| arguments.path.clone());
+    let kind = detect(path)?;
     refuse_options(arguments, kind)?;
     let report = match kind {
         Kind::TargetCache => target_cache::inspect(arguments, context)?,
         Kind::CacheV2 => cache_v2::inspect(arguments, context)?,
-        Kind::Model => model::inspect(&arguments.path, arguments.model.as_deref())?,
-        Kind::Gguf => gguf::inspect(&arguments.path)?,
+        Kind::Model => fetched::inspect(path, arguments.check, || model::inspect(path, arguments.model.as_deref()))?,
+        Kind::Gguf => fetched::inspect(path, arguments.check, || gguf::inspect(path))?,
         Kind::Conversations => conversations::inspect(arguments, printer.is_verbose(), context)?,
     };
     print(&report, printer)?;
@@ -114,7 +118,7 @@ fn refuse_options(arguments: &InspectArguments, kind: Kind) -> anyhow::Result<()
             has_samples || kind == Kind::Model,
             "target caches, conversations and drafters",
         ),
-        ("--check", arguments.check, is_cache, "target caches"),
+        ("--check", arguments.check, kind != Kind::Conversations, "target caches and fetched models"),
     ];
     for (option, is_given, applies, kinds) in given {
         if is_given && !applies {

@@ -4,24 +4,28 @@ use std::time::Duration;
 
 use deepspec_stages::drafter::{Drafter, describe};
 use deepspec_stages::progress::Context;
-use deepspec_stages::serve::{Capacity, ServeOptions, Server};
+use deepspec_stages::serve::{ApiKey, Capacity, ServeOptions, Server};
 
-use super::decoding::Models;
+use super::decoding::{Models, check_named};
 use super::setup::{api_key, available_memory};
 use crate::args::{ReasoningPlace, ServeArguments};
 
 /// Share of the free memory that caches may take.
 const SHARE_OF_FREE: f64 = 0.9;
 
-/// Time that clients have for the head of a request, and again for its body.
+/// Time that clients have for the head of a request, for its body, and for taking in any part of an answer.
 const PATIENCE: Duration = Duration::from_secs(30);
+/// Connections at a time.
+const CONNECTIONS: usize = 1024;
 
 /// Serves until a signal.
 ///
 /// # Errors
 /// When a model cannot be loaded, memory does not suffice, or the address cannot be listened on.
 pub(super) fn run(arguments: &ServeArguments, context: Context<'_>) -> anyhow::Result<()> {
-    // Before the models are loaded: nobody likes to wait for an address that is taken.
+    check_named(&arguments.models)?;
+    // Before the models are loaded: nobody likes to wait for an address that is taken, or a key that is none.
+    let api_key = arguments.api_key.clone().or_else(api_key).as_deref().map(ApiKey::new).transpose()?;
     let server = Server::bind(arguments.listen)?;
     let models = Models::load(&arguments.models, context)?;
     let target = models.target.target.config();
@@ -34,7 +38,6 @@ pub(super) fn run(arguments: &ServeArguments, context: Context<'_>) -> anyhow::R
     let capacity = Capacity::plan(target, drafter.as_ref(), slots, arguments.context, available)?;
     let Capacity { slots, context: tokens, bytes } = capacity;
     context.note(format!("{slots} slots of {tokens} tokens, up to {:.2} GB of caches", bytes as f64 / 1e9));
-    let api_key = arguments.api_key.clone().or_else(api_key);
     if api_key.is_none() && !arguments.listen.ip().is_loopback() {
         context.warn("other machines can use this server: it listens beyond this one, without an API key");
     }
@@ -55,6 +58,7 @@ pub(super) fn run(arguments: &ServeArguments, context: Context<'_>) -> anyhow::R
         queue: arguments.queue,
         drain: Duration::from_secs(arguments.drain),
         reasoning: text.reasoning_marks().filter(|_| arguments.reasoning == ReasoningPlace::Apart),
+        connections: CONNECTIONS,
         patience: PATIENCE,
         confidence_threshold: schedule.threshold(),
         has_drafter: drafter.is_some(),

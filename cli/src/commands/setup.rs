@@ -12,7 +12,6 @@ use deepspec_stages::run_dir::{Provenance, RunDir};
 use deepspec_stages::target_model::TargetModel;
 
 use crate::args::RunArguments;
-use crate::failure::Refusal;
 
 /// Recipe used where none is named or saved.
 const DEFAULT_RECIPE: &str = "quickstart";
@@ -38,24 +37,15 @@ impl Setup {
         let named = arguments.recipe.as_deref().map(stem);
         let default = || Path::new("runs").join(named.unwrap_or_else(|| DEFAULT_RECIPE.into()));
         let folder = arguments.run.clone().unwrap_or_else(default);
-        let mut recipe = match &arguments.recipe {
-            Some(name) => Recipe::open(name, &arguments.overrides)?,
-            None if folder.join("recipe.toml").is_file() => {
-                let mut recipe = RunDir::saved_recipe(&folder)?;
-                for text in &arguments.overrides {
-                    recipe.apply_set(text)?;
-                }
-                recipe
+        let overrides = &arguments.overrides;
+        let recipe = match &arguments.recipe {
+            Some(name) => Recipe::open_with(name, overrides, change)?,
+            // Where there is none, the error says what there is.
+            None if needs_run || folder.join("recipe.toml").is_file() => {
+                RunDir::saved_recipe(&folder)?.complete(overrides, change)?
             }
-            None if needs_run => {
-                let problem = format!("no run in `{}`: it has no recipe.toml", folder.display());
-                let hint = Some("give `--run` the folder that `deepspec prepare` made, or name a `--recipe`".into());
-                return Err(Refusal { problem, hint }.into());
-            }
-            None => Recipe::open(DEFAULT_RECIPE, &arguments.overrides)?,
+            None => Recipe::open_with(DEFAULT_RECIPE, overrides, change)?,
         };
-        change(&mut recipe);
-        recipe.validate()?;
         Ok(Self { recipe, folder, provenance: provenance() })
     }
 
@@ -125,9 +115,10 @@ pub(super) fn machine() -> String {
     format!("{processor}, {cores} cores{memory}, {}", env::consts::OS)
 }
 
-/// Key of the API from the environment: `DEEPSPEC_API_KEY`.
+/// Key of the API from the environment, `DEEPSPEC_API_KEY`, as it is, if it is set.
 pub(super) fn api_key() -> Option<String> {
-    env::var("DEEPSPEC_API_KEY").ok().filter(|key| !key.is_empty())
+    // What is no UTF-8 becomes a key that is refused, and not one that is left out.
+    env::var_os("DEEPSPEC_API_KEY").map(|key| key.to_string_lossy().into_owned())
 }
 
 /// Bytes of memory that this program can still get, by the system and by the control group it runs in; `None` where neither

@@ -3,6 +3,8 @@
 use serde_json::Value;
 use thiserror::Error;
 
+use crate::jsonl::foreign::PYTHON_LITERALS;
+
 /// The reason why a row was refused. The text names the field and never prints raw control characters.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum RejectReason {
@@ -19,6 +21,12 @@ pub enum RejectReason {
         column: usize,
         /// What the parser said.
         message: String,
+    },
+    /// The line is written as Python prints a dict.
+    #[error("not JSON at column {column} but a literal of Python")]
+    PythonLiteral {
+        /// Column in bytes, from 1.
+        column: usize,
     },
     /// A string escapes half of a surrogate pair, which is no character.
     #[error("lone surrogate in an escape at column {column}")]
@@ -71,7 +79,7 @@ pub enum RejectReason {
     UnknownRole {
         /// Path of the field.
         field: String,
-        /// The role, quoted and escaped, cut to 40 characters.
+        /// The role, in backticks and escaped, cut to 40 characters.
         role: String,
     },
     /// A content part that is not text.
@@ -79,14 +87,14 @@ pub enum RejectReason {
     UnsupportedPart {
         /// Path of the part.
         field: String,
-        /// The part's `type`, quoted and escaped.
+        /// The part's `type`, in backticks and escaped.
         kind: String,
     },
-    /// A system message after the first turn.
-    #[error("`{field}`: system message after the first turn")]
-    SystemNotFirst {
-        /// Path of the message.
-        field: String,
+    /// A field that would change what the model is asked and that no stage renders.
+    #[error("`{field}` is given, which is not rendered")]
+    NotRendered {
+        /// The field.
+        field: &'static str,
     },
     /// Nobody asks anything.
     #[error("no user turn")]
@@ -110,6 +118,69 @@ pub enum RejectReason {
     },
 }
 
+impl RejectReason {
+    /// Short name of the kind, the same for all rows that are refused for it: for counts.
+    pub fn kind(&self) -> &'static str {
+        match self {
+            Self::NotUtf8 { .. } => "not UTF-8",
+            Self::InvalidJson { .. } | Self::PythonLiteral { .. } => "not JSON",
+            Self::LoneSurrogate { .. } => "lone surrogate",
+            Self::LineTooLong { .. } => "line too long",
+            Self::NotAnObject { .. } => "not an object",
+            Self::UnknownShape { .. } => "unknown shape",
+            Self::MissingField { .. } => "missing field",
+            Self::WrongType { .. } => "wrong type",
+            Self::EmptyContent { .. } => "empty content",
+            Self::UnknownRole { .. } => "unknown role",
+            Self::UnsupportedPart { .. } => "content is not text",
+            Self::NotRendered { .. } => "field not rendered",
+            Self::NoUserTurn => "no user turn",
+            Self::NoAnswer => "no answer",
+            Self::EmptyAnswer { .. } => "empty answer",
+            Self::InvalidToolUse { .. } => "invalid tool use",
+        }
+    }
+
+    /// What to do about rows like this one.
+    pub fn hint(&self) -> &'static str {
+        match self {
+            Self::NotUtf8 { .. } => "convert the file to UTF-8, for example with iconv",
+            Self::InvalidJson { .. } => {
+                "write one JSON object per line; of plain prompts, one per line: jq -R '{prompt: .}' FILE > data.jsonl"
+            }
+            Self::PythonLiteral { .. } => PYTHON_LITERALS,
+            Self::LoneSurrogate { .. } => "write the text again as whole characters",
+            Self::LineTooLong { .. } => "split the row, or leave it out",
+            Self::NotAnObject { .. } => "write one JSON object per line, such as {\"messages\": [...]}",
+            Self::UnknownShape { keys } if keys.contains("`chosen`") => {
+                "of rows with a preference take the chosen side: jq -c '{messages: .chosen}' FILE > data.jsonl"
+            }
+            Self::UnknownShape { keys } if keys.contains("`data`") => {
+                "take the rows out of the object: jq -c '.data[]' FILE > data.jsonl"
+            }
+            Self::UnknownShape { .. } => {
+                "each row needs `messages`, `conversations`, `turns`, `instruction`, `prompt` or `question`: rename a key with jq"
+            }
+            Self::WrongType { field, found: "a list", .. } if field == "prompt" => {
+                "turns are read under `messages`: jq -c '{messages: .prompt}' FILE > data.jsonl"
+            }
+            Self::WrongType { .. } | Self::MissingField { .. } => {
+                "each message is an object with `role` and `content`, or `from` and `value`"
+            }
+            Self::EmptyContent { .. } | Self::NoUserTurn => "each row needs a user turn with text",
+            Self::UnknownRole { .. } => "roles are `system`, `user`, `assistant` and `tool`, and the names of ShareGPT",
+            Self::UnsupportedPart { .. } => "leave rows with images, sound or files out: targets here read text",
+            Self::NotRendered { .. } => "leave the field out, or write what it says into the messages",
+            Self::NoAnswer | Self::EmptyAnswer { .. } => {
+                "let the target answer: `--set prepare.regenerate=true`, or leave rows without an answer out"
+            }
+            Self::InvalidToolUse { .. } => {
+                "each tool reply follows an assistant turn that calls the tool, and arguments are JSON, as in OpenAI's form"
+            }
+        }
+    }
+}
+
 /// Kind of a JSON value, in words.
 pub(super) fn kind(value: &Value) -> &'static str {
     match value {
@@ -122,9 +193,13 @@ pub(super) fn kind(value: &Value) -> &'static str {
     }
 }
 
-/// Foreign text made safe for a message: quoted, escaped and short.
+/// Foreign text made safe for a message: as a name, short, with control and invisible characters spelled out.
 pub(super) fn quoted(text: &str) -> String {
     let short: String = text.chars().take(40).collect();
     let dots = if short.len() < text.len() { "…" } else { "" };
-    format!("{short:?}{dots}")
+    let spelled = short.chars().map(|c| {
+        // A space that is none, or a mark that draws nothing, is spelled by Debug; quotes need no backslash here.
+        if matches!(c, '"' | '\'' | '\\') { c.to_string() } else { c.escape_debug().to_string() }
+    });
+    format!("`{}`{dots}", spelled.collect::<String>())
 }

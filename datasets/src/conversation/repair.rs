@@ -55,6 +55,9 @@ pub enum Repair {
     /// The old `function_call` field was read as `tool_calls`.
     #[error("`function_call` read as `tool_calls`")]
     LegacyFunctionCall,
+    /// The old `functions` list was read as `tools`.
+    #[error("`functions` read as `tools`")]
+    LegacyFunctions,
     /// A tool reply without id took the id of the only open call.
     #[error("`tool_call_id` filled in")]
     ToolCallIdFilled,
@@ -68,7 +71,7 @@ pub(super) fn put_in_order(shaped: Shaped, repairs: &mut Vec<Repair>) -> Result<
     let mut order = Order::default();
     for turn in shaped.turns {
         match turn.message.role {
-            Role::System => order.system(turn)?,
+            Role::System => order.system(turn),
             Role::User => order.user(turn, shaped.separate_turns)?,
             Role::Assistant => order.assistant(turn)?,
             Role::Tool => order.tool(turn, repairs)?,
@@ -87,12 +90,18 @@ pub(super) fn put_in_order(shaped: Shaped, repairs: &mut Vec<Repair>) -> Result<
     Ok(order.messages)
 }
 
+/// Texts by which models of several families start a tool call in an answer: Hermes and Qwen, Mistral, Phi, Llama, Glaive.
+const CALL_MARKS: [&str; 6] =
+    ["<tool_call>", "[TOOL_CALLS]", "<|tool_call|>", "<|python_tag|>", "<function_call>", "<functioncall>"];
+
 #[derive(Default)]
 struct Order {
     messages: Vec<Message>,
     has_user: bool,
     /// Ids of calls that no reply has answered yet; `None` for a call without id.
     open_calls: Vec<Option<String>>,
+    /// Whether the last answer calls tools in its text, as models print calls; any number of replies may follow.
+    calls_in_text: bool,
     joined_system: usize,
     joined_users: usize,
     joined_answers: usize,
@@ -100,18 +109,15 @@ struct Order {
 }
 
 impl Order {
-    fn system(&mut self, turn: Turn) -> Result<(), RejectReason> {
-        if self.has_user {
-            return Err(RejectReason::SystemNotFirst { field: turn.field });
-        }
+    /// In the middle of a conversation too: whether a system message may stand there, the chat template says.
+    fn system(&mut self, turn: Turn) {
         match self.messages.last_mut() {
-            Some(first) => {
-                join(&mut first.content, &turn.message.content);
+            Some(last) if last.role == Role::System => {
+                join(&mut last.content, &turn.message.content);
                 self.joined_system += 1;
             }
-            None => self.messages.push(turn.message),
+            _ => self.messages.push(turn.message),
         }
-        Ok(())
     }
 
     fn user(&mut self, turn: Turn, separate: bool) -> Result<(), RejectReason> {
@@ -119,6 +125,7 @@ impl Order {
             return Err(RejectReason::EmptyContent { field: turn.field });
         }
         self.has_user = true;
+        self.calls_in_text = false;
         match self.messages.last_mut() {
             Some(last) if last.role == Role::User && !separate => {
                 join(&mut last.content, &turn.message.content);
@@ -135,6 +142,7 @@ impl Order {
             return Ok(());
         }
         let calls = open_calls(&turn)?;
+        self.calls_in_text = CALL_MARKS.iter().any(|mark| turn.message.content.contains(mark));
         if let Some(last) = self.messages.last_mut().filter(|last| last.role == Role::Assistant) {
             if last.tool_calls.is_some() || turn.message.tool_calls.is_some() {
                 return Err(RejectReason::InvalidToolUse {
@@ -164,6 +172,10 @@ impl Order {
             None => open.iter().position(Option::is_none).or_else(|| (open.len() == 1).then_some(0)),
         };
         let Some(index) = answered else {
+            if self.calls_in_text {
+                self.messages.push(turn.message);
+                return Ok(());
+            }
             return Err(RejectReason::InvalidToolUse {
                 field: turn.field,
                 problem: "a tool reply that answers no open call",

@@ -61,9 +61,36 @@ pub(super) fn exact_id(id: Option<&Value>) -> String {
     }
 }
 
-/// The tool definitions of a row: a list, or a string that holds one.
-pub(super) fn tools(row: &Row) -> Result<Option<Value>, RejectReason> {
-    let found = row.get("tools").or_else(|| row.get("body").and_then(|body| body.get("tools")));
+/// A field of the row, or of the request in a batch file.
+fn of_request<'r>(row: &'r Row, key: &str) -> Option<&'r Value> {
+    row.get(key).or_else(|| row.get("body").and_then(|body| body.get(key)))
+}
+
+/// Refuses fields of a request that would change what the model is asked and that no stage renders.
+pub(super) fn check_rendered(row: &Row) -> Result<(), RejectReason> {
+    let is_request = ["conversations", "messages", "body"].iter().any(|key| row.contains_key(*key));
+    let is_given = |value: &Value| match value {
+        Value::Null => false,
+        Value::Array(list) => !list.is_empty(),
+        Value::Object(map) => !map.is_empty(),
+        Value::Bool(_) | Value::Number(_) | Value::String(_) => true,
+    };
+    let given = ["documents", "chat_template_kwargs"]
+        .into_iter()
+        .find(|field| is_request && of_request(row, field).is_some_and(is_given));
+    given.map_or(Ok(()), |field| Err(RejectReason::NotRendered { field }))
+}
+
+/// The tool definitions of a row: a list, or a string that holds one; `functions` in the old form.
+pub(super) fn tools(row: &Row, repairs: &mut Vec<Repair>) -> Result<Option<Value>, RejectReason> {
+    let found = of_request(row, "tools");
+    if found.is_none_or(Value::is_null)
+        && let Some(Value::Array(functions)) = of_request(row, "functions")
+        && !functions.is_empty()
+    {
+        repairs.push(Repair::LegacyFunctions);
+        return Ok(Some(functions.iter().map(|one| json!({"type": "function", "function": one})).collect()));
+    }
     let parsed = match found {
         None | Some(Value::Null) => return Ok(None),
         Some(Value::String(text)) if text.trim().is_empty() => return Ok(None),

@@ -2,7 +2,7 @@
 
 use std::fmt;
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// A fault of a target cache on disk, or of a call that reads or writes one.
 #[derive(Debug, thiserror::Error)]
@@ -14,7 +14,7 @@ pub enum CacheError {
     /// A write failed because the disk, or the user's quota, is full.
     #[error("the disk is full: {0}")]
     DiskFull(#[source] io::Error),
-    /// The free space was found too small before any work began.
+    /// The free space is too small for what is to be written.
     #[error("`{}` needs {needed} bytes, but its disk has {available} bytes free", dir.display())]
     NotEnoughSpace {
         /// Folder that is to hold the cache.
@@ -118,9 +118,11 @@ pub enum CacheError {
         /// Every setting that differs.
         mismatches: Vec<Mismatch>,
     },
-    /// A sample breaks the rules of the format.
-    #[error("sample {sample}: `{field}` {found}, expected {expected}")]
+    /// A sample breaks the rules of the format, or holds rows that no target computes.
+    #[error("sample {sample}{}: `{field}` {found}, expected {expected}", in_shard(shard.as_deref()))]
     Sample {
+        /// Shard that holds it; none where a sample is about to be written.
+        shard: Option<PathBuf>,
         /// Id of the sample.
         sample: u64,
         /// Column at fault.
@@ -187,7 +189,7 @@ impl CacheError {
         let hint = match self {
             Self::DiskFull(_) => "free some space and run `deepspec prepare` again; finished shards are kept",
             Self::NotEnoughSpace { .. } => {
-                "free some space, choose another folder, use fewer samples, or store no hidden states (storage `none`)"
+                "free some space, choose a folder on another disk, or prepare less: `data.limit`, `prepare.max_new_tokens` and `prepare.max_length` make the cache smaller"
             }
             Self::Locked { .. } => "wait until that process ends, or give this run a folder of its own",
             Self::NotACache { .. } => "build it with `deepspec prepare`",
@@ -204,10 +206,13 @@ impl CacheError {
             Self::Occupied { .. } => "give another folder, or empty this one",
             Self::ResumeMismatch { .. } => "undo that change, or start a new cache in another folder",
             Self::Unfit { .. } => "correct the recipe, or build a cache for it with `deepspec prepare`",
-            Self::Sample { field: "input_ids", .. } => "check that data, tokenizer and target belong together",
             Self::NothingSupervised { .. } => "check the chat template and `loss_on`: no assistant turn was recognised",
-            Self::Shard { .. } | Self::Checksum { .. } => {
+            Self::Shard { .. } | Self::Checksum { .. } | Self::Sample { shard: Some(_), .. } => {
                 "delete that shard and run `deepspec prepare` again; it is rebuilt from its first sample"
+            }
+            Self::Sample { field: "input_ids", .. } => "check that data, tokenizer and target belong together",
+            Self::Sample { field: "features" | "last_hidden", .. } => {
+                "the target does not compute sound numbers: check its files with `deepspec inspect`, or hold it in another `target.precision`"
             }
             Self::Io(_)
             | Self::Meta { .. }
@@ -217,6 +222,16 @@ impl CacheError {
             | Self::Encode(_) => return None,
         };
         Some(hint.to_owned())
+    }
+}
+
+impl CacheError {
+    /// The same fault, of a sample that a shard holds.
+    pub(super) fn found_in(mut self, path: &Path) -> Self {
+        if let Self::Sample { shard, .. } = &mut self {
+            *shard = Some(path.to_owned());
+        }
+        self
     }
 }
 
@@ -253,6 +268,10 @@ impl fmt::Display for Mismatch {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "`{}` is {} in the cache, but {} is wanted", self.field, self.cache, self.wanted)
     }
+}
+
+fn in_shard(shard: Option<&Path>) -> String {
+    shard.map_or_else(String::new, |path| format!(" in `{}`", path.display()))
 }
 
 fn join(mismatches: &[Mismatch]) -> String {

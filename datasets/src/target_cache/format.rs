@@ -22,7 +22,8 @@
 //! | `crc32c` | u32 | checksum of the columns above, in that order |
 //!
 //! `features` are residual-stream outputs of decoder layers, before any final norm; `last_hidden` is after the final
-//! norm. With storage `none` both are empty. All numbers are little-endian. The schema of each shard carries the
+//! norm. Their numbers are finite and of at most 1e12 in magnitude, no row is all zeros but for the embedding's (see
+//! [`rows`](super::rows)). With storage `none` both are empty. All numbers are little-endian. The schema of each shard carries the
 //! version and the [`CacheMeta`] under the key `deepspec.target_cache`.
 
 use std::collections::HashSet;
@@ -229,8 +230,8 @@ impl Manifest {
 
     /// Adds a shard to the list and to the counts.
     pub(super) fn push(&mut self, entry: ShardEntry) {
-        self.tokens += entry.tokens;
-        self.supervised_tokens += entry.supervised_tokens;
+        self.tokens = self.tokens.saturating_add(entry.tokens);
+        self.supervised_tokens = self.supervised_tokens.saturating_add(entry.supervised_tokens);
         self.shards.push(entry);
     }
 

@@ -7,6 +7,7 @@
 //!   that is not yet in a finished shard, and the result has the same bytes as an uninterrupted run.
 //! - [`Reader`] maps shards into memory and hands out slices of them; nothing is copied. [`Reader::columns`] takes the layers
 //!   that a drafter reads out of those that are stored.
+//! - [`mod@rows`] says which rows a cache may hold: writer, readers and checks of both versions refuse others.
 //! - [`check()`] reads everything once and reports every fault it finds.
 //!
 //! [`v2`] reads and writes the reference's format, version 2.
@@ -19,6 +20,7 @@ mod disk;
 mod error;
 pub mod format;
 mod reader;
+pub mod rows;
 mod sample;
 mod shard;
 pub mod v2;

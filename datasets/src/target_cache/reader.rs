@@ -109,31 +109,40 @@ impl Reader {
         &self.manifest
     }
 
-    /// Sample `index`, borrowed from the mapped shard. Lengths, token ids and mask are checked, the checksum is not.
+    /// Sample `index`, borrowed from the mapped shard. When it is first read through this reader, everything is checked: lengths,
+    /// tokens, mask, that its rows can be a target's (see [`rows`](super::rows)), and its checksum.
     ///
     /// # Errors
-    /// [`CacheError::NoSuchSample`], or [`CacheError::Shard`], [`CacheError::Sample`] or [`CacheError::Io`] when the
-    /// shard is damaged.
+    /// [`CacheError::NoSuchSample`], or [`CacheError::Shard`], [`CacheError::Sample`], [`CacheError::Checksum`] or
+    /// [`CacheError::Io`] when the shard is damaged.
     pub fn sample(&self, index: u64) -> Result<Sample<'_>, CacheError> {
-        Ok(self.stored(index)?.1.sample)
+        let (shard, row) = self.place(index)?;
+        if shard.is_verified(row) {
+            return Ok(shard.read(row)?.sample);
+        }
+        let stored = read_verified(shard, row, index, self.meta())?;
+        shard.set_verified(row);
+        Ok(stored.sample)
     }
 
-    /// As [`Reader::sample`], with its checksum verified.
+    /// As [`Reader::sample`], checked again however often it was read before.
     ///
     /// # Errors
-    /// Those of [`Reader::sample`], and [`CacheError::Checksum`].
+    /// Those of [`Reader::sample`].
     pub fn verify_sample(&self, index: u64) -> Result<Sample<'_>, CacheError> {
-        let (shard, stored) = self.stored(index)?;
-        let found = stored.sample.crc32c();
-        if found != stored.crc32c {
-            return Err(CacheError::Checksum {
-                path: shard.path().to_owned(),
-                what: format!("sample {index}"),
-                found,
-                expected: stored.crc32c,
-            });
-        }
-        Ok(stored.sample)
+        let (shard, row) = self.place(index)?;
+        Ok(read_verified(shard, row, index, self.meta())?.sample)
+    }
+
+    /// Tokens and loss mask of sample `index`, for passes over a whole cache that need no rows: those are neither read from the
+    /// disk nor checked, and nor is the checksum, which is over everything.
+    ///
+    /// # Errors
+    /// Those of [`Reader::sample`] but for rows and checksum.
+    pub fn tokens(&self, index: u64) -> Result<(&[u32], &[u8]), CacheError> {
+        let (shard, row) = self.place(index)?;
+        let Sample { input_ids, loss_mask, .. } = read_shaped(shard, row, index, self.meta())?.sample;
+        Ok((input_ids, loss_mask))
     }
 
     /// Makes sure that the cache was made from this target and tokenizer and holds these layers.
@@ -187,32 +196,48 @@ impl Reader {
         Ok(slot.get_or_init(|| shard))
     }
 
-    fn stored(&self, index: u64) -> Result<(&Shard, Stored<'_>), CacheError> {
+    /// The shard of sample `index`, and the sample's row in it.
+    fn place(&self, index: u64) -> Result<(&Shard, usize), CacheError> {
         let samples = self.manifest.samples;
         if index >= samples {
             return Err(CacheError::NoSuchSample { dir: self.dir.clone(), sample: index, samples });
         }
         let per_shard = self.manifest.samples_per_shard;
-        let shard = self.shard((index / per_shard) as usize)?;
-        let stored = read_valid(shard, (index % per_shard) as usize, index, self.meta())?;
-        Ok((shard, stored))
+        Ok((self.shard((index / per_shard) as usize)?, (index % per_shard) as usize))
     }
 }
 
-/// The sample in `row`, which must have id `index` and obey the format.
-pub(super) fn read_valid<'a>(
-    shard: &'a Shard,
-    row: usize,
-    index: u64,
-    meta: &CacheMeta,
-) -> Result<Stored<'a>, CacheError> {
+/// The sample in `row`, which must have id `index` and lengths, tokens and mask of the format.
+fn read_shaped<'a>(shard: &'a Shard, row: usize, index: u64, meta: &CacheMeta) -> Result<Stored<'a>, CacheError> {
     let stored = shard.read(row)?;
     let found = stored.sample.sample_id;
     if found != index {
         let reason = format!("record batch {row} holds sample {found}, expected sample {index}");
         return Err(CacheError::Shard { path: shard.path().to_owned(), reason });
     }
-    stored.sample.validate(meta)?;
+    stored.sample.validate_shape(meta).map_err(|error| error.found_in(shard.path()))?;
+    Ok(stored)
+}
+
+/// The sample in `row`, which must obey the format in everything and have the checksum that it was written with. Rows come before
+/// the checksum, since that fault has a place.
+pub(super) fn read_verified<'a>(
+    shard: &'a Shard,
+    row: usize,
+    index: u64,
+    meta: &CacheMeta,
+) -> Result<Stored<'a>, CacheError> {
+    let stored = read_shaped(shard, row, index, meta)?;
+    stored.sample.validate_rows(meta).map_err(|error| error.found_in(shard.path()))?;
+    let found = stored.sample.crc32c();
+    if found != stored.crc32c {
+        return Err(CacheError::Checksum {
+            path: shard.path().to_owned(),
+            what: format!("sample {index}"),
+            found,
+            expected: stored.crc32c,
+        });
+    }
     Ok(stored)
 }
 

@@ -13,6 +13,7 @@ use serde::Serialize;
 
 use super::error::CacheError;
 use super::format::{CacheMeta, MANIFEST_FILE, SCHEMA_KEY, VERSION};
+use super::rows::check_rows;
 
 /// One sample: T tokens and what the target computed for them. Borrowed from the caller when it is written, and from
 /// the mapped file when it is read.
@@ -54,10 +55,21 @@ impl Sample<'_> {
         columns.iter().fold(0, |crc, column| crc32c::crc32c_append(crc, column))
     }
 
-    /// Checks lengths and values against the description of the cache.
+    /// Checks everything: lengths, tokens and mask, and that the rows can be a target's.
     pub(super) fn validate(&self, meta: &CacheMeta) -> Result<(), CacheError> {
+        self.validate_shape(meta)?;
+        self.validate_rows(meta)
+    }
+
+    /// Checks that the rows can be a target's.
+    pub(super) fn validate_rows(&self, meta: &CacheMeta) -> Result<(), CacheError> {
+        check_rows(self.sample_id, &meta.layer_ids, meta.hidden_size, self.features, self.last_hidden)
+    }
+
+    /// Checks lengths, tokens and mask against the description of the cache, without a look at the rows.
+    pub(super) fn validate_shape(&self, meta: &CacheMeta) -> Result<(), CacheError> {
         let fault = |field, found: String, expected: String| {
-            Err(CacheError::Sample { sample: self.sample_id, field, found, expected })
+            Err(CacheError::Sample { shard: None, sample: self.sample_id, field, found, expected })
         };
         let tokens = self.input_ids.len();
         if tokens == 0 || tokens > meta.max_length {

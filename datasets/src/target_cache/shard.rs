@@ -3,6 +3,7 @@
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use arrow_ipc::convert::try_fb_to_schema;
 use arrow_ipc::reader::read_footer_length;
@@ -26,6 +27,8 @@ pub(super) struct Shard {
     path: PathBuf,
     map: Mmap,
     records: Vec<Record>,
+    /// Samples that were read and found sound, so that each is checked once.
+    verified: Vec<AtomicBool>,
 }
 
 /// Where one record batch lies in the file.
@@ -55,11 +58,22 @@ impl Shard {
             let reason = format!("it has {} record batches, expected {samples}", records.len());
             return Err(CacheError::Shard { path, reason });
         }
-        Ok(Self { path, map, records })
+        let verified = records.iter().map(|_| AtomicBool::new(false)).collect();
+        Ok(Self { path, map, records, verified })
     }
 
     pub(super) fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// Whether the sample in record batch `row` was found sound before.
+    pub(super) fn is_verified(&self, row: usize) -> bool {
+        self.verified[row].load(Ordering::Relaxed)
+    }
+
+    /// Notes that the sample in record batch `row` is sound.
+    pub(super) fn set_verified(&self, row: usize) {
+        self.verified[row].store(true, Ordering::Relaxed);
     }
 
     pub(super) fn bytes(&self) -> u64 {

@@ -17,7 +17,7 @@ use super::error::CacheError;
 use super::format::{
     CacheMeta, LOCK_FILE, MANIFEST_FILE, Manifest, PROGRESS_FILE, ShardEntry, first_difference, shard_name,
 };
-use super::reader::{read_manifest, read_valid};
+use super::reader::{read_manifest, read_verified};
 use super::sample::{Sample, schema};
 use super::shard::Shard;
 
@@ -284,16 +284,7 @@ fn existing_shard(
     };
     for row in 0..samples {
         let sample_id = manifest.samples_listed() + row;
-        let stored = read_valid(&shard, row as usize, sample_id, &manifest.meta)?;
-        let found = stored.sample.crc32c();
-        if found != stored.crc32c {
-            return Err(CacheError::Checksum {
-                path: shard.path().to_owned(),
-                what: format!("sample {sample_id}"),
-                found,
-                expected: stored.crc32c,
-            });
-        }
+        let stored = read_verified(&shard, row as usize, sample_id, &manifest.meta)?;
         count(&mut entry, &stored.sample);
     }
     Ok(Some(entry))

@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, HashSet};
 
 use serde_json::Value;
 use sha2::{Digest, Sha256};
+use tokenizers::models::ModelWrapper;
 use tokenizers::models::bpe::BPE;
 use tokenizers::normalizers::unicode::NFC;
 use tokenizers::pre_tokenizers::PreTokenizerWrapper;
@@ -11,9 +12,9 @@ use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 use tokenizers::pre_tokenizers::digits::Digits;
 use tokenizers::pre_tokenizers::sequence::Sequence;
 use tokenizers::pre_tokenizers::split::{Split, SplitPattern};
-use tokenizers::{AddedToken, SplitDelimiterBehavior, Tokenizer as Inner};
+use tokenizers::{AddedToken, Encoding, PostProcessor as _, SplitDelimiterBehavior, Token, Tokenizer as Inner};
 
-use super::{Parts, SpecialToken};
+use super::{Parts, SpecialToken, bound};
 use crate::error::Error;
 use crate::jsonl::hex;
 
@@ -30,7 +31,8 @@ pub struct GgufVocabulary {
     pub token_types: Vec<i32>,
     /// `tokenizer.ggml.merges`, best first, each two tokens and a space between.
     pub merges: Vec<String>,
-    /// `tokenizer.ggml.add_bos_token`. Not used for encoding, since chat templates write the token themselves.
+    /// `tokenizer.ggml.add_bos_token`. The lists do not say which token that is: whoever knows it calls
+    /// [`Tokenizer::with_text_start`](super::Tokenizer::with_text_start).
     pub add_bos: bool,
 }
 
@@ -147,9 +149,20 @@ pub(super) fn from_json(bytes: &[u8], origin: &str) -> Result<Parts, Error> {
         })
         .collect::<Result<Vec<_>, _>>()?;
     let mut inner = Inner::from_bytes(bytes).map_err(|error| invalid(error.to_string()))?;
+    let text_start = text_start(&inner).map_err(|error| invalid(error.to_string()))?;
     inner.with_padding(None).with_post_processor(None::<tokenizers::PostProcessorWrapper>);
     inner.with_truncation(None).map_err(|error| invalid(error.to_string()))?;
-    finish(inner, &pairs, spelling, origin)
+    Ok(Parts { text_start, ..finish(inner, &pairs, spelling, origin)? })
+}
+
+/// The tokens that the post-processor puts before a text. What it puts after one is of no use here: texts are continued.
+fn text_start(inner: &Inner) -> Result<Vec<u32>, tokenizers::Error> {
+    // No vocabulary has this id.
+    const TEXT: u32 = u32::MAX;
+    let Some(processor) = inner.get_post_processor() else { return Ok(Vec::new()) };
+    let text = Encoding::from_tokens(vec![Token::new(TEXT, "a".into(), (0, 1))], 0);
+    let processed = processor.process(text, None, true)?;
+    Ok(processed.get_ids().iter().copied().take_while(|&id| id != TEXT).collect())
 }
 
 fn split_merge(merge: &str) -> Option<(String, String)> {
@@ -214,6 +227,19 @@ fn finish(mut inner: Inner, merges: &[(String, String)], spelling: Spelling, ori
         })
         .collect();
     let missing_bytes = if spelling == Spelling::ByteLevel { missing_bytes(&inner) } else { Vec::new() };
+    let covers_bytes = match spelling {
+        Spelling::ByteLevel => missing_bytes.is_empty(),
+        Spelling::ByteFallback => {
+            let falls_back = matches!(inner.get_model(), ModelWrapper::BPE(bpe) if bpe.byte_fallback);
+            falls_back && (0..=255_u8).all(|byte| inner.token_to_id(&format!("<0x{byte:02X}>")).is_some())
+        }
+    };
+    let longest = match spelling {
+        Spelling::ByteLevel => bytes.iter().flatten().map(|bytes| bytes.len()).max(),
+        // The character that spells a space has three bytes, and a text may hold it itself.
+        Spelling::ByteFallback => vocabulary.values().map(String::len).max(),
+    };
+    let bytes_per_token = longest.filter(|_| covers_bytes).and_then(|longest| bound::bytes_per_token(&inner, longest));
     Ok(Parts {
         special_ids: specials.iter().map(|token| token.id).collect(),
         hash: hash(&vocabulary, merges, &added),
@@ -222,6 +248,8 @@ fn finish(mut inner: Inner, merges: &[(String, String)], spelling: Spelling, ori
         special_starts: std::array::from_fn(|byte| specials.iter().any(|t| usize::from(t.text.as_bytes()[0]) == byte)),
         specials,
         missing_bytes,
+        text_start: Vec::new(),
+        bytes_per_token,
     })
 }
 

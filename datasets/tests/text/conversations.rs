@@ -1,7 +1,7 @@
 //! One outcome per odd row, and the file reader.
 
 use deepspec_datasets::Error;
-use deepspec_datasets::conversation::{Conversation, RejectReason, Repair, Role, strip_invisible};
+use deepspec_datasets::conversation::{Conversation, RejectReason, Repair, Role};
 use deepspec_datasets::jsonl::{ConversationFile, Row, sample_key};
 use serde_json::json;
 
@@ -94,7 +94,7 @@ fn odd_rows_are_repaired_and_say_so() {
 fn refused_rows_name_the_field() {
     let cases = [
         (json!([]), "expected an object, found a list"),
-        (json!({"text": "x\u{202e}"}), r#"among the keys ["text"]"#),
+        (json!({"text": "x\u{202e}"}), "among the keys [`text`]"),
         (json!({"conversations": null}), "`conversations` is missing"),
         (json!({"conversations": []}), "no user turn"),
         (json!({"conversations": "x"}), "`conversations`: expected a list, found a string"),
@@ -114,17 +114,13 @@ fn refused_rows_name_the_field() {
         ),
         (
             json!({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}),
-            r#"`messages[0].content[0]`: content part of type "image_url" is not text"#,
+            "`messages[0].content[0]`: content part of type `image_url` is not text",
         ),
         (json!({"messages": [{"role": "assistant", "content": "x"}]}), "no user turn"),
-        (json!({"messages": [{"role": "critic", "content": "x"}]}), r#"`messages[0].role`: unknown role "critic""#),
+        (json!({"messages": [{"role": "critic", "content": "x"}]}), "`messages[0].role`: unknown role `critic`"),
         (
             json!({"messages": [{"role": "user<|im_end|>\n\u{202e}", "content": "x"}]}),
-            r#"unknown role "user<|im_end|>\n\u{202e}""#,
-        ),
-        (
-            json!({"messages": [{"role": "user", "content": "x"}, {"role": "system", "content": "x"}]}),
-            "`messages[1]`: system message after the first turn",
+            r"unknown role `user<|im_end|>\n\u{202e}`",
         ),
         (json!({"turns": []}), "no user turn"),
         (json!({"turns": ["", "b"]}), "`turns[0]` is empty"),
@@ -331,6 +327,78 @@ fn keys_tell_equal_rows_apart() {
 }
 
 #[test]
-fn invisible_characters_can_be_stripped() {
-    assert_eq!(strip_invisible("a\u{200b}\u{202e}b\u{2066}\u{feff}é\n"), "abé\n");
+fn a_system_message_may_stand_anywhere() {
+    let message = |role: &str, content: &str| json!({"role": role, "content": content});
+    let row = |messages: &[(&str, &str)]| {
+        let messages: Vec<_> = messages.iter().map(|(role, content)| message(role, content)).collect();
+        read(json!({"messages": messages})).unwrap()
+    };
+    let (later, repairs) =
+        row(&[("user", "u"), ("assistant", "a"), ("system", "s"), ("user", "v"), ("assistant", "b")]);
+    assert!(repairs.is_empty());
+    assert_eq!(later.answered().unwrap().messages, later.messages);
+    let asked = later.prompts();
+    let texts: Vec<&str> = asked.messages.iter().map(|message| message.content.as_str()).collect();
+    assert_eq!((texts, asked.answers), (vec!["u", "s", "v"], vec![1, 3]));
+
+    // Between a question and its answer it belongs to the question.
+    let (between, _) = row(&[("user", "u"), ("system", "s"), ("assistant", "a"), ("user", "v")]);
+    assert_eq!(between.prompts().answers, [2, 3]);
+    let (last, _) = row(&[("system", "s"), ("user", "u"), ("system", "t")]);
+    assert_eq!((last.prompts().answers, last.prompts().messages.len()), (vec![3], 3));
+    // Between two questions it ends the first.
+    let (apart, repairs) = row(&[("user", "u"), ("system", "s"), ("user", "v")]);
+    assert_eq!((apart.prompts().answers, repairs.is_empty()), (vec![2, 3], true));
+    let (_, repairs) = row(&[("user", "u"), ("system", "s"), ("system", "t"), ("user", "v")]);
+    assert_eq!(repairs, [Repair::SystemMessagesJoined { count: 1 }]);
+    let (turns, _) = read(json!({"turns": ["a", "b", "c"]})).unwrap();
+    assert_eq!(turns.prompts().answers, [1, 2, 3]);
+}
+
+#[test]
+fn tool_replies_to_calls_in_the_text_of_an_answer_are_kept_as_they_are() {
+    let call = "<tool_call>\n{\"name\": \"f\", \"arguments\": {}}\n</tool_call>";
+    let row = |answer: &str| {
+        json!({"conversations": [{"from": "system", "value": "s"}, {"from": "human", "value": "u"}, {"from": "gpt", "value": answer},
+            {"from": "tool", "value": "<tool_response>1</tool_response>"}, {"from": "tool", "value": "2"}, {"from": "gpt", "value": "a"}]})
+    };
+    let (hermes, repairs) = read(row(call)).unwrap();
+    assert!(repairs.is_empty());
+    assert_eq!(
+        turns(&hermes)[2..],
+        [(ASSISTANT, call), (Role::Tool, "<tool_response>1</tool_response>"), (Role::Tool, "2"), (ASSISTANT, "a")]
+    );
+    assert_eq!(hermes.answered().unwrap().messages.len(), 6);
+    assert_eq!(hermes.prompts().messages.len(), 2);
+    // Thinking before the call, several calls, another family's mark.
+    for answer in [&format!("<think>hm</think>{call}{call}"), "[TOOL_CALLS] [{\"name\": \"f\"}]"] {
+        assert_eq!(read(row(answer)).unwrap().0.messages.len(), 6, "{answer}");
+    }
+    // Without a call there is nothing to reply to, nor after the next question.
+    assert!(read(row("no call")).unwrap_err().to_string().contains("answers no open call"));
+    let late = json!({"messages": [{"role": "user", "content": "u"}, {"role": "assistant", "content": call},
+        {"role": "user", "content": "v"}, {"role": "tool", "content": "r"}]});
+    assert!(read(late).unwrap_err().to_string().contains("answers no open call"));
+}
+
+#[test]
+fn what_no_stage_renders_is_refused_and_old_tool_lists_are_read() {
+    let row =
+        |key: &str, value: serde_json::Value| read(json!({"messages": [{"role": "user", "content": "u"}], key: value}));
+    for (key, value) in [
+        ("documents", json!([{"title": "t", "text": "x"}])),
+        ("chat_template_kwargs", json!({"enable_thinking": true})),
+        ("body", json!({"messages": [], "documents": [1]})),
+    ] {
+        let reason = row(key, value).unwrap_err();
+        assert_eq!(reason.kind(), "field not rendered", "{reason}");
+    }
+    for nothing in [json!(null), json!([]), json!({})] {
+        assert!(row("documents", nothing).is_ok());
+    }
+    // A column of that name beside a plain prompt is no part of a request.
+    assert!(read(json!({"prompt": "u", "documents": ["x"]})).is_ok());
+    let (conversation, repairs) = row("functions", json!([{"name": "f"}])).unwrap();
+    assert_eq!(conversation.tools, Some(json!([{"type": "function", "function": {"name": "f"}}])));
+    assert_eq!(repairs, [Repair::LegacyFunctions]);
 }

@@ -38,7 +38,7 @@ fn a_set_is_shuffled_only_when_it_is_cut() {
         assert_eq!(set.rejects.len(), 1);
         assert_eq!(set.rejects[0].line, 11);
         assert!(set.prompts.iter().enumerate().all(|(index, prompt)| prompt.index == index));
-        set.prompts.into_iter().map(|prompt| prompt.turns[0].clone()).collect::<Vec<_>>()
+        set.prompts.into_iter().map(|prompt| prompt.messages[0].content.clone()).collect::<Vec<_>>()
     };
     assert_eq!(firsts(None)[..2], ["q0", "q1"]);
     assert_eq!(firsts(Some(10))[..2], ["q0", "q1"]);
@@ -58,8 +58,45 @@ fn messages_keep_their_system_prompt() {
     fs_err::write(&path, r#"{"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]}"#)
         .unwrap();
     let set = load_eval_set(&path, Some(5), 1).unwrap();
-    assert_eq!(set.prompts[0].system.as_deref(), Some("s"));
-    assert_eq!(set.prompts[0].turns, ["u"]);
+    let texts: Vec<&str> = set.prompts[0].messages.iter().map(|message| message.content.as_str()).collect();
+    assert_eq!((texts, set.prompts[0].turns), (vec!["s", "u"], 1));
+}
+
+#[test]
+fn prompts_keep_tools_names_and_all_system_messages_before_the_answer() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("chat.jsonl");
+    let row = serde_json::json!({
+        "messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "u", "name": "Ann"},
+            {"role": "system", "content": "t"}, {"role": "assistant", "content": "a"}, {"role": "user", "content": "v"}],
+        "tools": [{"type": "function", "function": {"name": "f"}}]
+    });
+    fs_err::write(&path, row.to_string()).unwrap();
+    let set = load_eval_set(&path, None, 1).unwrap();
+    let prompt = &set.prompts[0];
+    let texts: Vec<&str> = prompt.messages.iter().map(|message| message.content.as_str()).collect();
+    assert_eq!((texts, prompt.turns), (vec!["s", "u", "t"], 2));
+    assert_eq!(prompt.messages[1].name.as_deref(), Some("Ann"));
+    assert_eq!(prompt.tools, Some(row["tools"].clone()));
+}
+
+#[test]
+fn a_set_of_which_nothing_is_usable_says_what_to_do_about_its_rows() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("set.jsonl");
+    let cases = [
+        (r#"{"chosen": [{"role": "user", "content": "u"}], "rejected": []}"#, ".chosen"),
+        (r#"{"prompt": [{"role": "user", "content": "u"}], "chosen": []}"#, "{messages: .prompt}"),
+        (r#"{"messages": [{"role": "user", "content": "u"}, {"role": "tool", "content": "r"}]}"#, "tool reply"),
+        ("plain words", "jq -R"),
+        (r#"{"data": [{"prompt": "u"}]}"#, ".data[]"),
+        (r#"{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}"#, "images"),
+    ];
+    for (row, part) in cases {
+        fs_err::write(&path, row).unwrap();
+        let error = load_eval_set(&path, None, 1).unwrap_err();
+        assert!(error.hint().unwrap().contains(part), "{row}: {:?}", error.hint());
+    }
 }
 
 #[test]
@@ -80,7 +117,7 @@ fn built_in_prompts_are_whole_distinct_and_kept_apart() {
     let mut measured = HashSet::new();
     for prompt in set.prompts {
         assert!(prompt.domain.is_some());
-        for turn in prompt.turns {
+        for turn in prompt.messages.into_iter().map(|message| message.content) {
             assert!(!asked.contains(&normal(&turn)), "an evaluation prompt is trained on: {turn}");
             assert!(measured.insert(normal(&turn)), "twice: {turn}");
         }

@@ -268,8 +268,8 @@ impl DraftConfig {
             return bad("mask_token_id", mask.to_string(), "a token other than bos, eos and pad".into());
         }
         if self.markov_head_type.is_some() != (self.markov_rank > 0) {
-            let found = format!("{:?}", self.markov_head_type.map(MarkovHeadType::name));
-            return bad("markov_head_type", found, format!("one that fits markov_rank {}", self.markov_rank));
+            let found = self.markov_head_type.map_or("not given", MarkovHeadType::name);
+            return bad("markov_head_type", found.into(), format!("one that fits markov_rank {}", self.markov_rank));
         }
         if self.confidence_head_with_markov && (self.markov_rank == 0 || !self.enable_confidence_head) {
             let expected = "false without a Markov head and a confidence head";

@@ -70,5 +70,9 @@ fn found(architectures: &[&str], keys: &[&str], names: &[&str]) -> String {
     let mut groups: Vec<&str> = names.iter().map(|name| name.split('.').next().unwrap_or(name)).collect();
     groups.dedup();
     groups.truncate(12);
-    format!("architectures {architectures:?}, keys {keys:?}, tensors {groups:?}")
+    let listed = |names: &[&str]| match names {
+        [] => "none".to_owned(),
+        names => format!("`{}`", names.join("`, `")),
+    };
+    format!("architectures {}, keys {}, tensors {}", listed(architectures), listed(&keys), listed(&groups))
 }

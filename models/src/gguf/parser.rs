@@ -37,11 +37,7 @@ impl Parser<'_> {
     fn directory(&mut self) -> Result<Directory> {
         let magic = self.take::<4>("magic")?;
         if &magic != b"GGUF" {
-            return Err(self.corrupt(
-                0,
-                "magic",
-                format!("expected \"GGUF\", found {:?}", magic.escape_ascii().to_string()),
-            ));
+            return Err(self.corrupt(0, "magic", format!("expected `GGUF`, found `{}`", magic.escape_ascii())));
         }
         let version = self.u32("version")?;
         if !matches!(version, 2 | 3) {
@@ -133,7 +129,8 @@ impl Parser<'_> {
                 range: start as usize..end as usize,
             }),
             _ => Err(fail(format!(
-                "its data needs {len:?} bytes at offset {offset} after {data_start}, the file has {} bytes",
+                "its data needs {} at offset {offset} after {data_start}, the file has {} bytes",
+                len.map_or_else(|| "more bytes than can be counted".into(), |len| format!("{len} bytes")),
                 self.bytes.len()
             ))),
         }

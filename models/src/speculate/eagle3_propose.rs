@@ -90,7 +90,8 @@ impl Proposer for Eagle3Proposer<'_> {
         let rows = self.drafter.feature_rows(features)?;
         let mut first = 0;
         for &(slot, len) in commits {
-            self.waiting[slot].push(rows.narrow(0, first, len)?);
+            // A copy: a view would hold the rows of all sequences.
+            self.waiting[slot].push(rows.narrow(0, first, len)?.force_contiguous()?);
             first += len;
         }
         Ok(())

@@ -24,5 +24,5 @@ pub use eagle3_propose::Eagle3Proposer;
 pub use error::SpeculateError;
 pub use logprobs::TokenLogprobs;
 pub use propose::{DSparkProposer, DraftRequest, NgramProposer, NoProposer, Proposal, Proposer};
-pub use rng::{CounterRng, Stream};
+pub use rng::{CounterRng, Stream, derived_seed};
 pub use verify::{Verdict, accept_probability, residual, verify_block, verify_lazily};

@@ -32,6 +32,24 @@ pub enum Stream {
     Resample = 8,
 }
 
+/// The seed of the `number`-th of several texts that share a seed, such as the choices of one request; the first one's is the
+/// shared seed itself.
+///
+/// A sum of both would give the second text of one seed the draws of the first text of the next. Here the numbers go through
+/// the mixing function of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014),
+/// so that neighbours have nothing to do with each other.
+pub const fn derived_seed(seed: u64, number: u64) -> u64 {
+    if number == 0 { seed } else { mixed(seed ^ mixed(number)) }
+}
+
+/// One step of SplitMix64.
+const fn mixed(value: u64) -> u64 {
+    let value = value.wrapping_add(0x9E37_79B9_7F4A_7C15);
+    let value = (value ^ value >> 30).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+    let value = (value ^ value >> 27).wrapping_mul(0x94D0_49BB_1331_11EB);
+    value ^ value >> 31
+}
+
 /// The draws of one (seed, purpose, position); each method takes the index of the draw.
 ///
 /// Draws of different kinds (`u32_at`, `u64_at`, `normal`) at nearby indices share bits: use one kind per key.
@@ -183,6 +201,32 @@ mod tests {
             .map(|&(seed, stream, position, index)| CounterRng::new(seed, stream, position).u64_at(index))
             .collect();
         assert_eq!(draws.len(), keys.len());
+    }
+
+    /// The first numbers of the generator with seed 0, as published with it.
+    #[test]
+    fn mixing_gives_the_published_answers() {
+        let weyl = 0x9E37_79B9_7F4A_7C15_u64;
+        let found = [0, 1, 2].map(|step| mixed(weyl.wrapping_mul(step)));
+        assert_eq!(found, [0xE220_A839_7B1D_CDAF, 0x6E78_9E6A_A1B9_65F4, 0x06C4_5D18_8009_454F]);
+    }
+
+    #[test]
+    fn texts_of_neighbouring_seeds_share_no_draws() {
+        let seeds = (0..128).chain([u64::MAX - 1, u64::MAX, 1 << 63, (1 << 63) - 1]);
+        let mut found = BTreeSet::new();
+        let mut first_draws = BTreeSet::new();
+        let mut pairs = 0;
+        for seed in seeds {
+            assert_eq!(derived_seed(seed, 0), seed, "the first text has the seed itself");
+            for number in 0..128 {
+                let derived = derived_seed(seed, number);
+                found.insert(derived);
+                first_draws.insert(CounterRng::new(derived, Stream::Target, 0).u64_at(0));
+                pairs += 1;
+            }
+        }
+        assert_eq!((found.len(), first_draws.len()), (pairs, pairs));
     }
 
     #[test]

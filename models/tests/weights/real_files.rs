@@ -1,5 +1,7 @@
 //! Files as they are in the wild, where they are at hand.
 
+use std::collections::BTreeSet;
+use std::path::Path;
 use std::sync::Arc;
 
 use candle_core::DType;
@@ -7,17 +9,36 @@ use deepspec_models::checkpoint;
 use deepspec_models::config::{DraftConfig, Family, MarkovHeadType, TargetConfig};
 use deepspec_models::gguf::Gguf;
 use deepspec_models::weights::Weights;
+use serde_json::{Value, json};
 use tempfile::TempDir;
 
 use super::{CPU, Named, flat, golden, load_all, parse_draft, path_from_env};
+
+fn json(path: &Path) -> Value {
+    serde_json::from_slice(&fs_err::read(path).unwrap()).unwrap()
+}
+
+/// Two values of a configuration file.
+fn of(file: &Value, names: [&str; 2]) -> Value {
+    json!(names.map(|name| &file[name]))
+}
 
 #[test]
 fn golden_target_loads_whole() {
     let Some(folder) = golden("target") else { return };
     let config = TargetConfig::open(&folder).unwrap();
-    assert_eq!((config.family, config.hidden_size, config.num_hidden_layers), (Family::Qwen3, 64, 6));
-    assert_eq!((config.rope.theta, config.rms_norm_eps, config.head_dim), (1e6, 1e-6, 16));
-    assert_eq!(config.stop_ids, [2, 5]);
+    let file = json(&folder.join("config.json"));
+    assert_eq!(config.family.model_type(), file["model_type"]);
+    assert_eq!(json!([config.hidden_size, config.num_hidden_layers]), of(&file, ["hidden_size", "num_hidden_layers"]));
+    assert_eq!(json!([config.head_dim, config.vocab_size]), of(&file, ["head_dim", "vocab_size"]));
+    assert_eq!(Some(config.rms_norm_eps), file["rms_norm_eps"].as_f64());
+    assert_eq!(Some(config.rope.theta), file["rope_parameters"]["rope_theta"].as_f64());
+    // Either file has a number or a list.
+    let generation = json(&folder.join("generation_config.json"));
+    let ids = [&file, &generation].map(|file| &file["eos_token_id"]);
+    let ids = ids.into_iter().flat_map(|ids| ids.as_array().cloned().unwrap_or_else(|| vec![ids.clone()]));
+    let expected: BTreeSet<u64> = ids.map(|id| id.as_u64().unwrap()).collect();
+    assert!(config.stop_ids.iter().map(|&id| u64::from(id)).eq(expected), "{:?}", config.stop_ids);
     load_all(&Weights::open(&folder, DType::F32, &CPU).unwrap(), &config).unwrap();
 }
 
@@ -33,13 +54,18 @@ fn golden_drafters_parse_and_round_trip() {
         let Some(folder) = golden(name) else { continue };
         let config = DraftConfig::from_folder(&folder).unwrap();
         assert_eq!((config.markov_head_type, config.enable_confidence_head), (head, confidence));
-        assert_eq!((config.block_size, config.mask_token_id, config.num_anchors), (4, 6, 6));
-        assert_eq!(config.target_layer_ids, [0, 2, 4]);
+        let file = json(&folder.join("config.json"));
+        assert_eq!(json!([config.block_size, config.num_anchors]), of(&file, ["block_size", "num_anchors"]));
+        assert_eq!(
+            json!([config.mask_token_id, config.target_layer_ids]),
+            of(&file, ["mask_token_id", "target_layer_ids"])
+        );
         assert!(config.sample_from_anchor && config.body.qk_norm);
         assert_eq!(parse_draft(&config.to_json()).unwrap(), config);
 
         let (_, weights) = checkpoint::load(&folder, DType::F32, &CPU).unwrap();
-        assert_eq!(weights.shape("fc.weight").unwrap(), [64, 192]);
+        let hidden = file["hidden_size"].as_u64().unwrap() as usize;
+        assert_eq!(weights.shape("fc.weight").unwrap(), [hidden, config.target_layer_ids.len() * hidden]);
         let names: Vec<String> = weights.names().map(String::from).collect();
         let tensors: Named = names
             .into_iter()

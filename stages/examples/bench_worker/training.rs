@@ -20,7 +20,7 @@ use deepspec_models::target::TargetEnds;
 use deepspec_models::weights::Weights;
 use deepspec_stages::drafter::Drafter;
 use deepspec_stages::train::batches::MicroBatch;
-use deepspec_stages::train::step;
+use deepspec_stages::train::step::{self, Coefficients, Trained};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
@@ -112,25 +112,16 @@ impl Training {
         for _ in 0..repeats {
             let anchors = self.anchors.iter().copied().map(Some).collect();
             let batch = [MicroBatch {
+                samples: vec![0],
                 sequences: vec![TrainSequence { tokens: &self.tokens, anchors }],
                 loss_masks: vec![&mask],
                 features: self.features.clone(),
                 target_hidden: self.target_hidden.clone(),
             }];
             let Self { drafter, parameters, head, optimizer, .. } = self;
-            let (time, done) = timed(|| {
-                Ok(step::run(
-                    drafter,
-                    parameters,
-                    head,
-                    &WEIGHTS,
-                    RouterWeights::default(),
-                    optimizer,
-                    &batch,
-                    LR,
-                    true,
-                )?)
-            })?;
+            let trained = Trained { drafter, parameters, head };
+            let coefficients = Coefficients { weights: WEIGHTS, routers: RouterWeights::default() };
+            let (time, done) = timed(|| Ok(step::run(trained, &coefficients, optimizer, &batch, LR, true)?))?;
             seconds.push(time);
             losses.push(done.sums.loss());
             norms.push(done.grad_norm);

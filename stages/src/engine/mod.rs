@@ -341,6 +341,11 @@ impl<'a> Engine<'a> {
         Ok(updates)
     }
 
+    /// Says that the time since the last step went elsewhere, and is none of this engine's costs.
+    pub fn forget_pause(&mut self) {
+        self.paused = None;
+    }
+
     /// Runs all requests and returns them in the order in which they finish; `progress` sees every update and may stop
     /// the run by returning an error.
     ///

@@ -90,6 +90,15 @@ pub enum Sources {
 }
 
 impl Sources {
+    /// Its name on the command line.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Ngram => "ngram",
+            Self::Draft => "draft",
+            Self::Hybrid => "hybrid",
+        }
+    }
+
     /// Whether the trained drafter is among them.
     pub fn needs_drafter(self) -> bool {
         self != Self::Ngram
@@ -122,7 +131,7 @@ impl<'a> Engine<'a> {
             return Self::new(target, Box::new(NoProposer), slots, capacity);
         }
         let lookup = || Box::new(NgramProposer::new(NGRAM.0, NGRAM.1));
-        let drafter = drafter.ok_or_else(|| Error::Input(format!("proposals of {sources:?} need a drafter")));
+        let drafter = drafter.ok_or_else(|| Error::Input(format!("`{}` needs a drafter", sources.name())));
         let engine = match sources {
             Sources::Ngram => Self::new(target, lookup(), slots, capacity)?,
             Sources::Draft => Self::new(target, drafter?, slots, capacity)?,

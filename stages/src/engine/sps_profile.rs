@@ -37,6 +37,13 @@ pub struct Fingerprint {
     pub version: String,
 }
 
+impl std::fmt::Display for Fingerprint {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Self { model, precision, machine, threads, instruction_set, version } = self;
+        write!(f, "model {model} in {precision} on {machine}, {threads} threads, {instruction_set}, version {version}")
+    }
+}
+
 /// Costs of passes with what they were measured on.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -222,8 +229,8 @@ pub fn step_costs(
             {
                 return Err(Error::Mismatch {
                     what: "what the costs of passes were measured on".into(),
-                    left: format!("{:?} in `{}`", own.fingerprint, path.display()),
-                    right: format!("{fingerprint:?} here"),
+                    left: format!("{} in `{}`", own.fingerprint, path.display()),
+                    right: format!("{fingerprint} here"),
                     hint: Some("leave `--profile` out to have them measured".into()),
                 });
             }

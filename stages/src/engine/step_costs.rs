@@ -45,7 +45,10 @@ impl StepCosts {
     pub fn new(entries: Vec<StepCost>) -> Result<Self> {
         let rises = entries.is_sorted_by(|a, b| a.rows < b.rows) && entries.first().is_some_and(|first| first.rows > 0);
         if !rises || entries.iter().any(|entry| !entry.seconds.is_finite() || entry.seconds <= 0.0) {
-            return Err(Error::Input(format!("no table of step costs: {entries:?}")));
+            let count = entries.len();
+            let problem =
+                format!("no table of step costs: {count} entries whose rows do not rise from 1, or without a time");
+            return Err(Error::Input(problem));
         }
         Ok(Self { weights: vec![WEIGHTS.0; entries.len()], entries, drift: 1.0 })
     }

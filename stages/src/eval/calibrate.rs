@@ -153,7 +153,7 @@ fn dataset(settings: &EvalRecipe, share: &[Prompt]) -> String {
 impl CalibrationOutcome {
     /// What it brought, in a sentence.
     pub fn headline(&self) -> String {
-        let ece = |report: &CalibrationReport| number(report.summary.ece, 3);
+        let ece = |report: &CalibrationReport| number(report.summary.ece);
         format!(
             "calibration: mean ECE {} → {} on the {} prompts that were held out from its fit on {}",
             ece(&self.all.before),
@@ -190,10 +190,10 @@ impl CalibrationOutcome {
         let at = part.temperature.map_or("all temperatures".to_owned(), |value| format!("temperature {value}"));
         let title = format!("Confidence of whole blocks at {at}, before and after calibration");
         let mut table = Table::new(title, &header);
-        let pair = |values: [Option<f64>; 2]| values.map(|value| number(value, 3));
+        let pair = |values: [Option<f64>; 2]| values.map(number);
         for (k, (before, after)) in part.before.positions.iter().zip(&part.after.positions).enumerate() {
-            let mut row = vec![(k + 1).to_string(), number(self.table.temperatures.get(k).map(|&t| f64::from(t)), 2)];
-            row.extend([before.count.to_string(), number(before.observed_mean, 3)]);
+            let mut row = vec![(k + 1).to_string(), number(self.table.temperatures.get(k).map(|&t| f64::from(t)))];
+            row.extend([before.count.to_string(), number(before.observed_mean)]);
             row.extend(pair([before.predicted_mean, after.predicted_mean]));
             row.extend(pair([before.ece, after.ece]));
             row.extend(pair([before.auroc, after.auroc]));
@@ -201,7 +201,7 @@ impl CalibrationOutcome {
             table.rows.push(row);
         }
         let (before, after): (&CalibrationSummary, &CalibrationSummary) = (&part.before.summary, &part.after.summary);
-        let mut row = vec!["mean".to_owned(), String::new(), String::new(), number(before.observed_mean, 3)];
+        let mut row = vec!["mean".to_owned(), String::new(), String::new(), number(before.observed_mean)];
         row.extend(pair([before.predicted_mean, after.predicted_mean]));
         row.extend(pair([before.ece, after.ece]));
         row.extend(pair([before.auroc, after.auroc]));

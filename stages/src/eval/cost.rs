@@ -53,7 +53,7 @@ pub struct RoundCost {
 
 impl RoundCost {
     /// Mean cost of the rounds of some answers; `None` without rounds.
-    pub fn of(timings: &[Timing], plain: Option<&[Timing]>) -> Option<Self> {
+    pub fn of(timings: &[&Timing], plain: Option<&[&Timing]>) -> Option<Self> {
         let steps: f64 = timings.iter().map(|timing| timing.rounds.steps).sum();
         if steps <= 0.0 {
             return None;
@@ -113,10 +113,11 @@ mod tests {
     #[test]
     fn known_cost_by_hand() {
         let plain = [timing(10.0, 0.0, 1.9), timing(30.0, 0.0, 5.9)];
-        let cost = RoundCost::of(&[timing(10.0, 0.4, 2.5)], Some(&plain)).unwrap();
+        let plain = [&plain[0], &plain[1]];
+        let cost = RoundCost::of(&[&timing(10.0, 0.4, 2.5)], Some(&plain)).unwrap();
         assert!((cost.draft_ms - 40.0).abs() < 1e-9 && (cost.round_ms - 300.0).abs() < 1e-9);
         assert!((cost.break_even_tau.unwrap() - 1.5).abs() < 1e-9);
         assert_eq!(RoundCost::of(&plain, None).unwrap().break_even_tau, None);
-        assert_eq!(RoundCost::of(&[timing(0.0, 0.0, 0.0)], None), None);
+        assert_eq!(RoundCost::of(&[&timing(0.0, 0.0, 0.0)], None), None);
     }
 }

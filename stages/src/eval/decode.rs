@@ -4,7 +4,6 @@
 use std::collections::HashMap;
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Instant;
 
 use deepspec_models::speculate::{NgramProposer, NoProposer, Proposer, SamplingParams, top_gap};
 use deepspec_models::target::{NewTokens, Target};
@@ -13,9 +12,10 @@ use serde::{Deserialize, Serialize};
 use super::cost::RoundTime;
 use super::metrics::{Round, calibration};
 use super::prompts::Prompt;
-use super::speed::Timing;
+use super::speed::{Piece, Timing};
+use super::turns::{self, Probe, Run, Turn};
 use crate::drafter::Drafter;
-use crate::engine::{Adaptive, DrafterFaults, Engine, Finished, Request, RequestOptions, StepCosts};
+use crate::engine::{Adaptive, Engine, Finished, Request, RequestOptions, StepCosts};
 use crate::error::{Error, Result};
 use crate::progress::{Context, Event};
 use crate::recipe::{EvalRecipe, Proposer as Contender};
@@ -103,24 +103,28 @@ impl<'a> Plan<'a> {
             done: samples.len() as u64,
             unit: "answers",
         });
-        let mut engines = if samples.len() < total { self.engines(ctx)? } else { Vec::new() };
+        let is_missing = samples.len() < total;
+        let mut engines = if is_missing { self.engines(ctx)? } else { Vec::new() };
+        let mut probe = is_missing.then(|| Probe::new(self.target)).transpose()?;
         let batch_size = self.settings.batch_size;
         for (t, &temperature) in self.settings.temperatures.iter().enumerate() {
             for (number, batch) in self.prompts.chunks(batch_size).enumerate() {
-                // Every proposer is as often first as last, so that a machine that slows down slows all of them.
-                for turn in 0..contenders.len() {
-                    let place = (number + turn) % contenders.len();
-                    let key = |i: usize| (t, number * batch_size + i, place);
-                    if (0..batch.len()).all(|i| samples.contains_key(&key(i))) {
-                        continue;
-                    }
-                    ctx.check_interrupt("answers so far are in the journal")?;
-                    let engine = &mut engines[place];
-                    let done = self.decode(engine, contenders[place], batch, temperature, ctx)?;
-                    let detail = format!("{} {:.1} tok/s", engine.proposer_name(), rate(&done));
+                // Every proposer is as often first as last.
+                let order = (0..contenders.len()).map(|turn| (number + turn) % contenders.len());
+                let key = |i: usize, place: usize| (t, number * batch_size + i, place);
+                let is_missing = |place: &usize| !(0..batch.len()).all(|i| samples.contains_key(&key(i, *place)));
+                let order: Vec<usize> = order.filter(is_missing).collect();
+                if order.is_empty() {
+                    continue;
+                }
+                ctx.check_interrupt("answers so far are in the journal")?;
+                let pass_s = probe.as_mut().map(Probe::time).transpose()?;
+                let done = self.decode(&mut engines, &order, batch, temperature, pass_s, ctx)?;
+                for (place, done) in order.into_iter().zip(done) {
+                    let detail = format!("{} {:.1} tok/s", engines[place].proposer_name(), rate(&done));
                     for (i, sample) in done.into_iter().enumerate() {
                         journal.append(&sample)?;
-                        samples.insert(key(i), sample);
+                        samples.insert(key(i, place), sample);
                     }
                     ctx.reporter.event(Event::Advanced { done: samples.len() as u64, detail: &detail });
                 }
@@ -195,36 +199,42 @@ impl<'a> Plan<'a> {
         Ok(engines)
     }
 
-    /// Answers a batch of prompts and measures it.
+    /// Answers a batch of prompts with the engines at `order`, in turns, and measures them.
     fn decode(
         &self,
-        engine: &mut Engine<'_>,
-        contender: Contender,
+        engines: &mut [Engine<'_>],
+        order: &[usize],
         batch: &[Prompt],
         temperature: f64,
+        pass_s: Option<f64>,
         ctx: Context<'_>,
+    ) -> Result<Vec<Vec<Sample>>> {
+        let mut free: Vec<Option<&mut Engine<'_>>> = engines.iter_mut().map(Some).collect();
+        let requests = || -> Vec<Request> {
+            batch.iter().enumerate().map(|(id, prompt)| self.request(id as u64, prompt, temperature)).collect()
+        };
+        let engines = order.iter().filter_map(|&place| free[place].take());
+        let turns = engines.map(|engine| Turn::new(engine, requests())).collect::<Result<Vec<_>>>()?;
+        let runs = turns::take(turns, || ctx.check_interrupt("answers so far are in the journal"))?;
+        let of_run = |(&place, run): (&usize, Run)| {
+            self.samples(self.settings.proposers[place], run, batch, temperature, pass_s)
+        };
+        order.iter().zip(runs).map(of_run).collect()
+    }
+
+    /// The answers of one proposer to a batch.
+    fn samples(
+        &self,
+        contender: Contender,
+        run: Run,
+        batch: &[Prompt],
+        temperature: f64,
+        pass_s: Option<f64>,
     ) -> Result<Vec<Sample>> {
-        let requests: Vec<Request> =
-            batch.iter().enumerate().map(|(id, prompt)| self.request(id as u64, prompt, temperature)).collect();
-        let mut first_token_s = vec![0.0; batch.len()];
-        let (before, rounds_before) = (engine.times(), engine.round_times());
-        let begun = Instant::now();
-        let mut finished = engine.run(requests, |update| {
-            if !update.tokens.is_empty()
-                && let Some(first) = first_token_s.get_mut(update.id as usize).filter(|first| **first == 0.0)
-            {
-                *first = begun.elapsed().as_secs_f64();
-            }
-            ctx.check_interrupt("answers so far are in the journal")
-        })?;
-        let wall_s = begun.elapsed().as_secs_f64();
-        if let Some(DrafterFaults { reason, requests, .. }) = engine.drafter_faults().cloned() {
-            return Err(Error::DrafterFailed { reason, requests });
-        }
-        let (after, rounds_after) = (engine.times(), engine.round_times());
-        finished.sort_by_key(|done| done.request.id);
+        let Run { finished, first_token_s, pieces, times: [before, after], rounds: [rounds_before, rounds_after] } =
+            run;
         let tokens: usize = finished.iter().map(|done| done.output.len()).sum();
-        let sample = |(prompt, (done, first_token_s)): (&Prompt, (Finished, f64))| {
+        let sample = |(prompt, (done, (first_token_s, pieces))): (&Prompt, (Finished, (f64, Vec<Piece>)))| {
             let share = if tokens == 0 { 1.0 / batch.len() as f64 } else { done.output.len() as f64 / tokens as f64 };
             let rounds: Vec<Round> = done.rounds.iter().map(Round::from).collect();
             // A confidence that is no number would spoil the journal.
@@ -240,17 +250,19 @@ impl<'a> Plan<'a> {
                 rounds,
                 timing: Timing {
                     tokens: done.output.len(),
-                    wall_s: share * wall_s,
+                    wall_s: pieces.iter().map(|piece| piece.wall_s).sum(),
                     first_token_s,
                     draft_s: share * (after.draft_s - before.draft_s),
                     target_s: share * (after.target_s - before.target_s),
                     other_s: share * (after.other_s - before.other_s),
                     rounds: RoundTime::between(rounds_before, rounds_after, share),
+                    pieces,
+                    pass_s,
                 },
                 output: done.output,
             })
         };
-        batch.iter().zip(finished.into_iter().zip(first_token_s)).map(sample).collect()
+        batch.iter().zip(finished.into_iter().zip(first_token_s.into_iter().zip(pieces))).map(sample).collect()
     }
 
     fn request(&self, id: u64, prompt: &Prompt, temperature: f64) -> Request {

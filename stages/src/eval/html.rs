@@ -5,11 +5,12 @@ use std::fmt::Write;
 
 use super::calibrate::CalibrationOutcome;
 use super::confidence::CalibrationReport;
-use super::metrics::DEFINITIONS;
+use super::metrics::{Acceptance, DEFINITIONS, PositionAcceptance};
 use super::outcome::{EvalOutcome, Group, TemperatureResult};
 use super::plots::{Bar, Line, Point, bars, escape, lines};
 use super::reliability::diagram;
-use super::report::{Table, number, tables};
+use super::report::{Table, digits, number, tables};
+use super::verdict::{Comparison, Verdict};
 use crate::recipe::Proposer;
 
 const STYLE: &str = include_str!("report.css");
@@ -29,6 +30,8 @@ pub(super) fn page(outcome: &EvalOutcome) -> String {
         escape(&outcome.origin.started)
     );
     body.push_str(&tiles(outcome));
+    let said: Vec<String> = outcome.headline().iter().map(|text| format!("<li>{}</li>", escape(text))).collect();
+    _ = write!(body, "<ul>{}</ul>", said.concat());
     let cautions = outcome.cautions();
     if !cautions.is_empty() {
         let items: Vec<String> = cautions.iter().map(|text| format!("<li>{}</li>", escape(text))).collect();
@@ -64,30 +67,35 @@ fn tiles(outcome: &EvalOutcome) -> String {
         result.all.proposers.iter().filter(|found| found.proposer != Proposer::Plain).cloned().collect()
     };
     for found in outcome.temperatures.first().map(speculative).unwrap_or_default() {
-        let tau = number(found.acceptance.tau, 2);
+        let tau = number(found.acceptance.tau);
         match found.speedup.map(|speedup| speedup.totals) {
             Some(totals) => {
                 let range = match (totals.low, totals.high) {
-                    (Some(low), Some(high)) => format!(" (95 %: {low:.2} to {high:.2})"),
+                    (Some(low), Some(high)) => format!(" (95 %: {} to {})", digits(low), digits(high)),
                     _ => String::new(),
                 };
-                let class = if totals.value < 1.0 { "bad" } else { "" };
-                let text = format!("{} against plain decoding{range}, tau {tau}", found.name);
-                tile(&format!("{:.2}×", totals.value), class, &text);
+                let verdict = found.verdict.map_or("no verdict".into(), Verdict::short);
+                let class = match found.verdict {
+                    Some(Verdict::Faster) => "good",
+                    Some(Verdict::Slower) => "bad",
+                    _ => "",
+                };
+                let text = format!("{} against plain decoding{range}, tau {tau}; verdict: {verdict}", found.name);
+                tile(&format!("{}×", digits(totals.value)), class, &text);
             }
             None => tile(&tau, "", &format!("tau of {}", found.name)),
         }
     }
-    match outcome.lossless {
-        Some(true) => {
-            tile("lossless", "good", &format!("all {} answers compared equal plain decoding", outcome.compared));
-        }
-        Some(false) => {
-            let text =
-                format!("{} of {} answers differ from plain decoding", outcome.differences.len(), outcome.compared);
-            tile("not lossless", "bad", &text);
-        }
-        None => {}
+    if outcome.comparison.answers > 0 {
+        let (value, class) = match outcome.lossless {
+            Some(true) => ("lossless", "good"),
+            Some(false) => ("not lossless", "bad"),
+            None => ("not shown lossless", ""),
+        };
+        let Comparison { answers, different, .. } = outcome.comparison;
+        let text =
+            format!("{different} of {answers} answers differ from plain decoding: {}", outcome.comparison.basis());
+        tile(value, class, &text);
     }
     format!("<div class=\"tiles\">{tiles}</div>")
 }
@@ -153,16 +161,18 @@ fn acceptance(result: &TemperatureResult) -> String {
     let (mut drawn, mut legend, mut longest) = (Vec::new(), Vec::new(), 0);
     for found in result.all.proposers.iter().filter(|found| !found.acceptance.positions.is_empty()) {
         let color = color(found.proposer);
-        let points = |rate: fn(&super::metrics::PositionAcceptance) -> Option<f64>| -> Vec<Point> {
-            let point = |at: &super::metrics::PositionAcceptance| {
+        type Rate = (fn(&PositionAcceptance) -> Option<f64>, fn(&Acceptance, &PositionAcceptance) -> u64);
+        let points = |(rate, among): Rate| -> Vec<Point> {
+            let point = |at: &PositionAcceptance| {
                 let y = rate(at)?;
-                let tip = format!("{} at {}: {y:.3} of {} rounds", found.name, at.k, at.proposed);
+                let rounds = among(&found.acceptance, at);
+                let tip = format!("{} at {}: {} of {rounds} rounds", found.name, at.k, digits(y));
                 Some(Point { x: at.k as f64, y, radius: 4.0, tip })
             };
             found.acceptance.positions.iter().filter_map(point).collect()
         };
-        drawn.push(Line { color, dashed: true, points: points(|at| at.conditional_rate) });
-        drawn.push(Line { color, dashed: false, points: points(|at| at.accept_rate) });
+        drawn.push(Line { color, dashed: true, points: points((|at| at.conditional_rate, |_, at| at.reached)) });
+        drawn.push(Line { color, dashed: false, points: points((|at| at.accept_at_k, |all, _| all.proposing_rounds)) });
         legend.push((found.name.clone(), color));
         longest = longest.max(found.acceptance.positions.len());
     }
@@ -172,8 +182,8 @@ fn acceptance(result: &TemperatureResult) -> String {
     let ticks: Vec<(f64, String)> = (1..=longest).map(|k| (k as f64, k.to_string())).collect();
     let title = "Acceptance per position";
     let svg = lines(title, (1.0, longest as f64), &ticks, "position in the block", &drawn, false);
-    let text = "Share of rounds in which the tokens up to the position were all accepted; dashed: given that those \
-                before it were.";
+    let text = "accept@k: share of the rounds with a proposal in which the tokens up to the position were all accepted; dashed: \
+                given that those before it were.";
     figure(title, text, &legend, &svg)
 }
 
@@ -186,12 +196,8 @@ fn taus(result: &TemperatureResult) -> String {
     let group = |group: &Group| {
         let bar = |found: &super::outcome::ProposerResult| {
             let tau = found.acceptance.tau?;
-            let tip = format!("{}, {}: tau {tau:.3}", group.name, found.name);
-            Some(Bar {
-                label: found.name.clone(),
-                parts: vec![(color(found.proposer), tau, tip)],
-                value: format!("{tau:.2}"),
-            })
+            let tip = format!("{}, {}: tau {}", group.name, found.name, digits(tau));
+            Some(Bar { label: found.name.clone(), parts: vec![(color(found.proposer), tau, tip)], value: digits(tau) })
         };
         (Some(format!("{} ({} prompts)", group.name, group.prompts)), group.proposers.iter().filter_map(bar).collect())
     };
@@ -207,10 +213,10 @@ fn times(result: &TemperatureResult) -> String {
         let total = 1e3 * speed.wall_s / speed.tokens as f64;
         let shares = [split.draft, split.target, split.other];
         let part = |(&(phase, color), share): (&(&str, usize), f64)| {
-            (color, total * share, format!("{phase}: {:.2} ms/token, {:.0} %", total * share, 100.0 * share))
+            (color, total * share, format!("{phase}: {} ms/token, {:.0} %", digits(total * share), 100.0 * share))
         };
         let parts = SPLIT_COLORS.iter().zip(shares).map(part).collect();
-        Some(Bar { label: found.name.clone(), parts, value: format!("{total:.2} ms") })
+        Some(Bar { label: found.name.clone(), parts, value: format!("{} ms", digits(total)) })
     };
     let rows: Vec<Bar> = result.all.proposers.iter().filter_map(bar).collect();
     let legend = SPLIT_COLORS.map(|(phase, color)| (phase.to_owned(), color));
@@ -227,7 +233,7 @@ fn reliability(result: &TemperatureResult) -> String {
 
 fn reliability_figure(title: &str, report: &CalibrationReport) -> String {
     let (svg, legend) = diagram(title, report);
-    let ece = number(report.summary.ece, 3);
+    let ece = number(report.summary.ece);
     let text = format!(
         "Observed against predicted acceptance of the prefix; the diagonal is perfect, larger dots hold more rounds. \
          Mean ECE {ece}."

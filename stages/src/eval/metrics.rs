@@ -9,6 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use super::confidence::{Calibration, CalibrationReport, ConfidenceError, survival};
 use crate::engine::RoundRecord;
+use crate::recipe::Proposer;
 
 /// Tokens of the n-grams whose repetition is counted.
 pub const REPETITION_ORDER: usize = 4;
@@ -43,10 +44,17 @@ pub const DEFINITIONS: &[(&str, &str)] = &[
     ),
     (
         "accept@k",
-        "rounds whose k-th proposed token was accepted / rounds that proposed a k-th token: acceptance of the whole \
-         prefix up to k",
+        "rounds whose first k proposed tokens were all accepted / rounds in which anything was proposed; it cannot rise with k",
     ),
-    ("conditional accept@k", "the same among the rounds whose first k − 1 proposed tokens were all accepted"),
+    (
+        "accept_rate@k",
+        "the same / the rounds that proposed a k-th token: where lengths are chosen, those are the rounds that promised much, so \
+         it may rise with k",
+    ),
+    (
+        "conditional accept@k",
+        "the same / the rounds that proposed a k-th token and whose first k − 1 were all accepted",
+    ),
     (
         "draft length, verify length",
         "drafted tokens / rounds before the confidence threshold and the choice of length, and proposed tokens / rounds \
@@ -70,8 +78,15 @@ pub const DEFINITIONS: &[(&str, &str)] = &[
     ),
     (
         "speedup",
-        "tokens/s over all prompts / the same of plain decoding in the same run, prompt by prompt in rotating order; \
-         the interval is a 95 % bootstrap over prompts; the ratio of medians compares the median ms/token",
+        "tokens/s over all prompts / the same of plain decoding in the same run; on each prompt the proposers take turns, a few \
+         tokens at a time and in rotating order; the interval is a 95 % bootstrap over prompts and, within each, over those \
+         pieces; the ratio of medians compares the median ms/token",
+    ),
+    (
+        "verdict",
+        "faster or slower where the interval of the speedup excludes 1; none with fewer than 8 prompts, where plain passes over a \
+         context of fixed length, timed before every prompt, drifted by more than 15 % between quarters of the run, or for a \
+         speedup above tau, which accepted tokens cannot explain",
     ),
     (
         "break-even tau",
@@ -82,7 +97,11 @@ pub const DEFINITIONS: &[(&str, &str)] = &[
         "cost of a target pass",
         "median time of one pass with the logits of all its rows, timed before the first answer over a context of 128 tokens",
     ),
-    ("identical", "at temperature 0, whether every answer equals that of plain decoding token for token"),
+    (
+        "identical",
+        "at temperature 0, whether every answer equals that of plain decoding token for token; not shown where no draft was \
+         accepted, since all tokens are then written as in plain decoding",
+    ),
     (
         "ECE, AUROC, Brier",
         "of the running product of confidences up to k as a prediction that the prefix up to k is accepted: \
@@ -152,6 +171,9 @@ pub struct Acceptance {
     pub avg_draft_len: Option<f64>,
     /// Proposed / rounds.
     pub avg_verify_len: Option<f64>,
+    /// Rounds in which at least one token was proposed.
+    #[serde(default)]
+    pub proposing_rounds: u64,
     /// Rates of each block position that was ever proposed, the first first.
     pub positions: Vec<PositionAcceptance>,
 }
@@ -167,7 +189,10 @@ pub struct PositionAcceptance {
     pub reached: u64,
     /// Of these, rounds whose k-th token was accepted too.
     pub accepted: u64,
-    /// Accepted / proposed.
+    /// accept@k: accepted / rounds in which anything was proposed. It never rises with k.
+    #[serde(default)]
+    pub accept_at_k: Option<f64>,
+    /// `accept_rate@k`: accepted / proposed, conditional on a k-th token having been proposed.
     pub accept_rate: Option<f64>,
     /// Accepted / reached.
     pub conditional_rate: Option<f64>,
@@ -185,6 +210,7 @@ impl Acceptance {
             sum.committed += round.committed as u64;
             sum.rollback_count += u64::from(round.accepted < round.proposed);
             sum.fallback_rounds += u64::from(round.is_fallback);
+            sum.proposing_rounds += u64::from(round.proposed > 0);
             for k in sum.positions.len()..round.proposed {
                 sum.positions.push(PositionAcceptance { k: k + 1, ..PositionAcceptance::default() });
             }
@@ -195,6 +221,7 @@ impl Acceptance {
             }
         }
         for position in &mut sum.positions {
+            position.accept_at_k = ratio(position.accepted, sum.proposing_rounds);
             position.accept_rate = ratio(position.accepted, position.proposed);
             position.conditional_rate = ratio(position.accepted, position.reached);
         }
@@ -206,8 +233,11 @@ impl Acceptance {
         sum
     }
 
-    /// Says that a proposer does as good as nothing, which its output alone would never show.
-    pub fn idle_warning(&self, name: &str) -> Option<String> {
+    /// Says that a proposer does as good as nothing, which its output alone would never show, and where to look.
+    pub fn idle_warning(&self, name: &str, proposer: Proposer) -> Option<String> {
+        if proposer == Proposer::Plain {
+            return None;
+        }
         let rounds = self.rounds - self.fallback_rounds;
         if rounds > 0 && self.drafted == 0 {
             return Some(format!("`{name}` proposed no token in {rounds} rounds"));
@@ -223,10 +253,16 @@ impl Acceptance {
         let tau = ratio(self.committed.saturating_sub(self.fallback_rounds), rounds);
         let is_enough = self.rounds >= IDLE_ROUNDS && rounds >= IDLE_DRAFTS;
         let tau = tau.filter(|&tau| is_enough && tau < IDLE_TAU)?;
-        Some(format!(
-            "`{name}` has a tau of {tau:.3} over {rounds} rounds, below {IDLE_TAU}: it does not fit this target, or its \
-             config.json is wrong about the block layout (`sample_from_anchor`), the target layers or the mask token"
-        ))
+        let cause = match proposer {
+            Proposer::Draft => {
+                "it does not fit this target, or its config.json is wrong about the block layout (`sample_from_anchor`), the \
+                 target layers or the mask token"
+            }
+            Proposer::Ngram => "these answers repeat next to nothing of their prompts or of themselves",
+            Proposer::Hybrid => "neither the lookup nor the drafter finds what the target writes",
+            Proposer::Plain => "",
+        };
+        Some(format!("`{name}` has a tau of {tau:.3} over {rounds} rounds, below {IDLE_TAU}: {cause}"))
     }
 }
 
@@ -286,11 +322,27 @@ mod tests {
         assert_eq!(found.avg_verify_len, Some(2.0));
         let at = |k: usize| &found.positions[k - 1];
         assert_eq!((at(1).k, at(1).proposed, at(1).reached, at(1).accepted), (1, 3, 3, 2));
-        assert_eq!(at(1).accept_rate, Some(2.0 / 3.0));
+        assert_eq!((at(1).accept_at_k, at(1).accept_rate), (Some(2.0 / 3.0), Some(2.0 / 3.0)));
+        assert_eq!(found.proposing_rounds, 3);
         assert_eq!((at(2).proposed, at(2).reached, at(2).accepted), (3, 2, 1));
         assert_eq!((at(2).accept_rate, at(2).conditional_rate), (Some(1.0 / 3.0), Some(0.5)));
         assert_eq!((at(3).accept_rate, at(3).conditional_rate), (Some(0.5), Some(1.0)));
+        assert_eq!((at(2).accept_at_k, at(3).accept_at_k), (Some(1.0 / 3.0), Some(1.0 / 3.0)));
         assert_eq!(found.positions.len(), 3);
+    }
+
+    /// Long proposals are made where they promise to pay: of those, more are accepted whole than of the short ones.
+    #[test]
+    fn accept_at_k_never_rises_where_lengths_are_chosen() {
+        let short = vec![round(1, 1, 0, 1); 60];
+        let long = vec![round(5, 5, 5, 6); 30];
+        let gated = vec![round(5, 0, 0, 1); 50];
+        let found = Acceptance::of(&[short, long, vec![round(5, 5, 2, 3); 10], gated].concat());
+        let rates: Vec<f64> = found.positions.iter().map(|at| at.accept_at_k.unwrap()).collect();
+        assert_eq!(rates, [0.4, 0.4, 0.3, 0.3, 0.3]);
+        assert!(rates.is_sorted_by(|before, after| before >= after));
+        let proposed: Vec<f64> = found.positions.iter().map(|at| at.accept_rate.unwrap()).collect();
+        assert_eq!(proposed, [0.4, 1.0, 0.75, 0.75, 0.75]);
     }
 
     /// Verified [d1, d2, stop, d4, d5, bonus]: three tokens are committed; vLLM's definition adds a fourth.
@@ -305,12 +357,12 @@ mod tests {
     fn nothing_counted_gives_no_rate() {
         let found = Acceptance::of(&[]);
         assert_eq!((found.tau, found.tau_vllm, found.verify_rate, found.positions.len()), (None, None, None, 0));
-        assert_eq!(found.idle_warning("x"), None);
+        assert_eq!(found.idle_warning("x", Proposer::Draft), None);
     }
 
     #[test]
     fn a_proposer_that_does_nothing_is_called_out() {
-        let idle = |rounds: Vec<Round>| Acceptance::of(&rounds).idle_warning("dspark");
+        let idle = |rounds: Vec<Round>| Acceptance::of(&rounds).idle_warning("dspark", Proposer::Draft);
         assert!(idle(vec![round(0, 0, 0, 1); 3]).unwrap().contains("proposed no token in 3 rounds"));
         assert!(idle(vec![round(5, 0, 0, 1); 3]).unwrap().contains("none of the 15 tokens"));
         assert_eq!(idle(vec![round(5, 5, 0, 1); 199]), None);
@@ -323,6 +375,21 @@ mod tests {
         let tried = |times: usize| [vec![fallback.clone(); 400], vec![round(5, 5, 0, 1); times]].concat();
         assert_eq!(idle(tried(31)), None, "hardly tried");
         assert!(idle(tried(32)).unwrap().contains("over 32 rounds"));
+    }
+
+    #[test]
+    fn a_warning_names_only_what_the_proposer_has() {
+        let found = Acceptance::of(&vec![round(5, 5, 0, 1); 300]);
+        let said = |proposer| found.idle_warning("x", proposer).unwrap();
+        assert!(said(Proposer::Draft).contains("config.json") && said(Proposer::Draft).contains("mask token"));
+        for proposer in [Proposer::Ngram, Proposer::Hybrid] {
+            let text = said(proposer);
+            assert!(
+                !text.contains("config.json") && !text.contains("layout") && text.contains("tau of 1.000"),
+                "{text}"
+            );
+        }
+        assert_eq!(found.idle_warning("plain", Proposer::Plain), None);
     }
 
     #[test]

@@ -17,6 +17,8 @@ pub mod prompts;
 mod reliability;
 pub mod report;
 pub mod speed;
+mod turns;
+pub mod verdict;
 
 use std::fmt::Write;
 use std::path::Path;
@@ -34,6 +36,7 @@ use self::decode::{Difference, NO_DRAFTER, Plan, difference, is_greedy};
 use self::identity::{Fingerprints, identity};
 use self::outcome::{Answers, DrafterInfo, Origin, SCHEMA_VERSION};
 use self::prompts::{Prompt, SetInfo};
+use self::verdict::Comparison;
 use crate::drafter::Drafter;
 use crate::error::{Error, Result};
 use crate::progress::{Context, Event};
@@ -216,8 +219,12 @@ impl<'a> Evaluation<'a> {
             step_costs: settings.adaptive.then_some(&step_costs),
         };
         let samples = plan.run(&out_dir.join("journal.jsonl"), ctx)?;
-        let (compared, differences) = compare(&plan, &samples)?;
+        let differences = compare(&plan, &samples)?;
         let results = Answers { recipe, drafter, prompts, samples: &samples, differences: &differences }.results()?;
+        let of_all = |result: &outcome::TemperatureResult| -> Vec<Comparison> {
+            result.all.proposers.iter().filter_map(|found| found.comparison).collect()
+        };
+        let comparison = results.iter().flat_map(of_all).fold(Comparison::default(), Comparison::and);
         let outcome = EvalOutcome {
             schema_version: SCHEMA_VERSION,
             warnings: outcome::warnings(&results, &differences, &sets),
@@ -230,8 +237,9 @@ impl<'a> Evaluation<'a> {
             prompt_ids_sha256: prompt_ids,
             identity,
             sets,
-            lossless: (compared > 0).then_some(differences.is_empty()),
-            compared,
+            lossless: comparison.is_identical(),
+            compared: comparison.answers,
+            comparison,
             differences,
             peak_memory_bytes: peak_memory_bytes(),
             step_costs: step_costs.entries().to_vec(),
@@ -266,28 +274,27 @@ impl EvalOutcome {
     }
 }
 
-/// Compares every answer at temperature 0 with that of plain decoding: how many were compared, and those that differ.
+/// Compares every answer at temperature 0 with that of plain decoding, and returns those that differ.
 fn compare(
     plan: &Plan<'_>,
     samples: &std::collections::HashMap<decode::Key, decode::Sample>,
-) -> Result<(usize, Vec<Difference>)> {
-    let (mut compared, mut differences) = (0, Vec::new());
+) -> Result<Vec<Difference>> {
+    let mut differences = Vec::new();
     let proposers = &plan.settings.proposers;
     let Some(plain) = proposers.iter().position(|&proposer| proposer == Proposer::Plain) else {
-        return Ok((compared, differences));
+        return Ok(differences);
     };
     let greedy = plan.settings.temperatures.iter().enumerate().filter(|(_, temperature)| is_greedy(**temperature));
     for (t, _) in greedy {
         for (place, prompt) in plan.prompts.iter().enumerate() {
             for other in (0..proposers.len()).filter(|&other| other != plain) {
                 if let (Some(left), Some(right)) = (samples.get(&(t, place, plain)), samples.get(&(t, place, other))) {
-                    compared += 1;
                     differences.extend(difference(plan.target, prompt, left, right)?);
                 }
             }
         }
     }
-    Ok((compared, differences))
+    Ok(differences)
 }
 
 /// Largest resident memory of this process, where the system tells.

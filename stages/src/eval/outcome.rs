@@ -12,7 +12,8 @@ use super::decode::{Difference, Key, Sample, is_greedy, name};
 use super::identity::Fingerprints;
 use super::metrics::{Acceptance, Round, calibration, repetition};
 use super::prompts::{Prompt, SetInfo};
-use super::speed::{Speed, Speedup, Timing, speedup};
+use super::speed::{Speed, Speedup, Timing, drift, speedup};
+use super::verdict::{Comparison, Verdict};
 use crate::drafter::Drafter;
 use crate::engine::StepCost;
 use crate::error::{Error, Result};
@@ -103,10 +104,14 @@ pub struct EvalOutcome {
     pub prompt_ids_sha256: String,
     /// The sets.
     pub sets: Vec<SetInfo>,
-    /// Whether every answer at temperature 0 equals that of plain decoding; `None` if there was nothing to compare.
+    /// Whether every answer at temperature 0 equals that of plain decoding; `None` if there was nothing to compare, or no draft was
+    /// accepted.
     pub lossless: Option<bool>,
     /// Answers that were compared with those of plain decoding.
     pub compared: usize,
+    /// The same with their tokens.
+    #[serde(default)]
+    pub comparison: Comparison,
     /// Those that differ.
     pub differences: Vec<Difference>,
     /// What the reader should know before using the numbers.
@@ -143,6 +148,9 @@ pub struct Group {
     pub name: String,
     /// Number of prompts.
     pub prompts: usize,
+    /// How far plain passes drifted in the course of the run, as a share; `None` where that is not known.
+    #[serde(default)]
+    pub drift: Option<f64>,
     /// One entry per proposer, in the order of the recipe.
     pub proposers: Vec<ProposerResult>,
 }
@@ -163,8 +171,15 @@ pub struct ProposerResult {
     pub round_cost: Option<RoundCost>,
     /// Speed relative to plain decoding; `None` for plain decoding itself or where it was not run.
     pub speedup: Option<Speedup>,
-    /// Whether all answers equal those of plain decoding; `None` where they need not or cannot be compared.
+    /// What that speedup allows to say.
+    #[serde(default)]
+    pub verdict: Option<Verdict>,
+    /// Whether all answers equal those of plain decoding; `None` where they need not or cannot be compared, or no draft was
+    /// accepted.
     pub identical_to_plain: Option<bool>,
+    /// What that rests on; `None` where answers need not or cannot be compared.
+    #[serde(default)]
+    pub comparison: Option<Comparison>,
     /// Share of repeated 4-grams in its answers.
     pub repetition: Option<f64>,
     /// Quality of its confidences, over all prompts only.
@@ -180,7 +195,7 @@ pub(super) struct Answers<'a> {
     pub(super) differences: &'a [Difference],
 }
 
-impl Answers<'_> {
+impl<'a> Answers<'a> {
     /// All numbers.
     ///
     /// # Errors
@@ -218,43 +233,62 @@ impl Answers<'_> {
         let settings = &self.recipe.eval;
         let plain = settings.proposers.iter().position(|&proposer| proposer == Proposer::Plain);
         let plain = plain.map(|c| self.select(t, c, places)).transpose()?;
-        let timings = |samples: &Vec<&Sample>| -> Vec<Timing> { samples.iter().map(|sample| sample.timing).collect() };
-        let plain_timings = plain.as_ref().map(timings);
+        let plain_timings = plain.as_deref().map(timings);
+        let drift = plain_timings.as_deref().and_then(drift);
         let mut proposers = Vec::new();
         for (c, &proposer) in settings.proposers.iter().enumerate() {
             let samples = self.select(t, c, places)?;
             let timings = timings(&samples);
-            let baseline = plain.as_ref().filter(|_| proposer != Proposer::Plain);
-            let pairs = |plain: &Vec<&Sample>| -> Vec<(Timing, Timing)> {
-                plain.iter().map(|sample| sample.timing).zip(timings.iter().copied()).collect()
-            };
-            let is_different = |place: &usize| {
-                let Prompt { set, index, .. } = &self.prompts[*place];
-                let same = |d: &Difference| d.proposer == proposer && d.set == *set && d.prompt == *index;
-                self.differences.iter().any(same)
+            let baseline = plain_timings.as_deref().filter(|_| proposer != Proposer::Plain);
+            let pairs = |plain: &[&'a Timing]| -> Vec<(&'a Timing, &'a Timing)> {
+                plain.iter().copied().zip(timings.iter().copied()).collect()
             };
             let is_compared = baseline.is_some() && is_greedy(settings.temperatures[t]);
+            let comparison = is_compared.then(|| self.compare(proposer, places, &samples));
+            let acceptance = Acceptance::of(rounds(&samples));
+            let speedup = baseline.and_then(|plain| speedup(&pairs(plain), settings.seed));
             proposers.push(ProposerResult {
                 proposer,
                 name: name(proposer, self.drafter).into(),
-                acceptance: Acceptance::of(rounds(&samples)),
-                speedup: baseline.and_then(|plain| speedup(&pairs(plain), settings.seed)),
-                round_cost: RoundCost::of(&timings, plain_timings.as_deref().filter(|_| proposer != Proposer::Plain)),
+                verdict: speedup.map(|speedup| Verdict::of(&speedup, acceptance.tau, drift)),
+                acceptance,
+                speedup,
+                round_cost: RoundCost::of(&timings, baseline),
                 speed: Speed::of(&timings),
-                identical_to_plain: is_compared.then(|| !places.iter().any(is_different)),
+                identical_to_plain: comparison.and_then(|comparison| comparison.is_identical()),
+                comparison,
                 repetition: repetition(samples.iter().map(|sample| sample.output.as_slice())),
                 calibration: None,
             });
         }
-        Ok(Group { name: group.into(), prompts: places.len(), proposers })
+        Ok(Group { name: group.into(), prompts: places.len(), drift, proposers })
     }
 
-    fn select(&self, t: usize, c: usize, places: &[usize]) -> Result<Vec<&Sample>> {
+    /// Counts what was compared of a proposer's answers, and what differs.
+    fn compare(&self, proposer: Proposer, places: &[usize], samples: &[&Sample]) -> Comparison {
+        let is_different = |place: &&usize| {
+            let Prompt { set, index, .. } = &self.prompts[**place];
+            let same = |d: &Difference| d.proposer == proposer && d.set == *set && d.prompt == *index;
+            self.differences.iter().any(same)
+        };
+        Comparison {
+            answers: samples.len(),
+            different: places.iter().filter(is_different).count(),
+            tokens: samples.iter().map(|sample| sample.output.len() as u64).sum(),
+            accepted: rounds(samples).map(|round| round.accepted as u64).sum(),
+        }
+    }
+
+    fn select(&self, t: usize, c: usize, places: &[usize]) -> Result<Vec<&'a Sample>> {
         let sample = |&place: &usize| {
             self.samples.get(&(t, place, c)).ok_or_else(|| Error::Engine(format!("prompt {place} has no answer")))
         };
         places.iter().map(sample).collect()
     }
+}
+
+fn timings<'a>(samples: &[&'a Sample]) -> Vec<&'a Timing> {
+    samples.iter().map(|sample| &sample.timing).collect()
 }
 
 fn rounds<'a>(samples: &'a [&Sample]) -> impl Iterator<Item = &'a Round> {
@@ -281,7 +315,8 @@ pub(super) fn warnings(results: &[TemperatureResult], differences: &[Difference]
     for result in results {
         let at = format!("at temperature {}", result.temperature);
         for proposer in result.all.proposers.iter().filter(|found| found.proposer != Proposer::Plain) {
-            warnings.extend(proposer.acceptance.idle_warning(&proposer.name).map(|text| format!("{text} ({at})")));
+            let idle = proposer.acceptance.idle_warning(&proposer.name, proposer.proposer);
+            warnings.extend(idle.map(|text| format!("{text} ({at})")));
         }
         let loops = result.all.proposers.iter().filter_map(|found| found.repetition).fold(0.0, f64::max);
         if loops > LOOPING {

@@ -1,7 +1,6 @@
 //! The prompts of an evaluation as tokens: sets read, cut to the limit, rendered, and what could not be used counted.
 
 use deepspec_datasets::benchmarks::{EvalPrompt, EvalSet, PythonRandom, built_in_eval, load_eval_set};
-use deepspec_datasets::conversation::{Message, Role};
 use deepspec_datasets::renderer::Renderer;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
@@ -66,7 +65,7 @@ pub(super) fn load(settings: &EvalRecipe, renderer: &Renderer, longest: usize) -
         for prompt in set.prompts {
             match render(&prompt, renderer, longest, settings.max_new_tokens) {
                 Ok(ids) => {
-                    multi_turn += usize::from(prompt.turns.len() > 1);
+                    multi_turn += usize::from(prompt.turns > 1);
                     prompts.push(Prompt { set: set.name.clone(), index: prompt.index, domain: prompt.domain, ids });
                 }
                 Err(reason) => rejects.push(format!("line {}: {reason}", prompt.line)),
@@ -108,10 +107,10 @@ fn read(source: &PromptSource, settings: &EvalRecipe) -> Result<EvalSet> {
 }
 
 fn render(prompt: &EvalPrompt, renderer: &Renderer, longest: usize, answer: usize) -> Result<Vec<u32>, String> {
-    let mut messages: Vec<Message> = Vec::new();
-    messages.extend(prompt.system.as_deref().map(|text| Message::new(Role::System, text)));
-    messages.extend(prompt.turns.first().map(|text| Message::new(Role::User, text)));
-    let ids = renderer.render_prompt(&messages, None).map_err(|error| error.to_string())?;
+    let ids = renderer.render_prompt(&prompt.messages, prompt.tools.as_ref()).map_err(|error| {
+        let hint = error.hint().map_or_else(String::new, |hint| format!(" ({hint})"));
+        format!("{error}{hint}")
+    })?;
     let needed = ids.len() + answer;
     if needed > longest {
         return Err(format!(

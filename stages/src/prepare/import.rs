@@ -7,7 +7,7 @@ use std::path::Path;
 
 use deepspec_datasets::renderer::Renderer;
 use deepspec_datasets::target_cache::v2::{Decoded, Reader};
-use deepspec_datasets::target_cache::{CacheMeta, Manifest, Plan, StorageMode, Writer, check_space, estimate_bytes};
+use deepspec_datasets::target_cache::{CacheMeta, Manifest, Plan, StorageMode, Writer, estimate_bytes};
 use deepspec_models::target::{NewTokens, Target};
 use half::bf16;
 use serde_json::json;
@@ -16,6 +16,7 @@ use sha2::{Digest, Sha256};
 use super::Settings;
 use super::answers::{hex, sha256_hex};
 use super::cache::bf16_values;
+use super::space::require;
 use crate::error::{Error, Result};
 use crate::progress::{Context, Event};
 use crate::recipe::Recipe;
@@ -67,10 +68,12 @@ pub fn import(
     let plan = Plan { samples, samples_per_shard: recipe.prepare.samples_per_shard as u64 };
     let mut writer = Writer::create_or_resume(&dir, meta(&settings, &reader, fingerprint)?, plan)?;
     let done = writer.next_sample();
-    check_space(&dir, bytes.saturating_sub(writer.bytes_written()))?;
     ctx.reporter.event(Event::Started { task: "target cache", total: samples, done, unit: "samples" });
     for row in done..samples {
         ctx.check_interrupt("all finished shards are saved")?;
+        if row == done || row.is_multiple_of(plan.samples_per_shard) {
+            require(&settings, &dir, bytes.saturating_sub(writer.bytes_written()))?;
+        }
         let sample = reader.sample(row)?;
         writer.append(&sample.as_sample(row, &sample.sample_id.to_string()))?;
         ctx.reporter.event(Event::Advanced { done: row + 1, detail: "" });
@@ -124,7 +127,7 @@ fn distance(target: &Target, layer_ids: &[i32], sample: &Decoded) -> Result<f64>
 }
 
 fn meta(settings: &Settings<'_>, reader: &Reader, fingerprint: &str) -> Result<CacheMeta> {
-    let Settings { recipe, renderer, config, layer_ids } = settings;
+    let Settings { recipe, renderer, config, layer_ids, .. } = settings;
     let manifest = reader.manifest();
     Ok(CacheMeta {
         target: recipe.target.model.clone(),

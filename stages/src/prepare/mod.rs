@@ -14,6 +14,7 @@ mod regenerate;
 mod rejects;
 mod report;
 mod samples;
+mod space;
 mod split;
 
 use std::time::Instant;
@@ -32,6 +33,8 @@ pub use self::rejects::{Counts, Reject};
 use self::report::size;
 pub use self::report::{PrepareOutcome, PreparePlan, Seconds};
 use self::samples::Sample;
+pub use self::space::FreeBytes;
+use self::space::Needed;
 use self::split::Split;
 use crate::error::{Error, Result};
 use crate::progress::{Context, Event};
@@ -45,6 +48,7 @@ struct Settings<'a> {
     renderer: &'a Renderer,
     config: &'a TargetConfig,
     layer_ids: Vec<i32>,
+    free_bytes: FreeBytes,
 }
 
 /// Prepares the target cache of a run.
@@ -62,8 +66,24 @@ pub fn run(
     fingerprint: &str,
     ctx: Context<'_>,
 ) -> Result<PrepareOutcome> {
+    run_on_disk(recipe, run, target, renderer, fingerprint, available_bytes, ctx)
+}
+
+/// As [`run()`], on a disk of which `free_bytes` tells what is free.
+///
+/// # Errors
+/// As [`run()`].
+pub fn run_on_disk(
+    recipe: &Recipe,
+    run: &RunDir,
+    target: &Target,
+    renderer: &Renderer,
+    fingerprint: &str,
+    free_bytes: FreeBytes,
+    ctx: Context<'_>,
+) -> Result<PrepareOutcome> {
     ctx.reporter.event(Event::Stage("prepare"));
-    let settings = Settings::new(recipe, target.config(), renderer)?;
+    let settings = Settings { free_bytes, ..Settings::new(recipe, target.config(), renderer)? };
     let mut lap = Lap::start();
     let mut seconds = Seconds::default();
     let mut shortened = Counts::new();
@@ -72,13 +92,16 @@ pub fn run(
         let split = split::read(&recipe.data, ctx, |row| Prompt::new(row, &settings))?;
         seconds.read = lap.seconds();
         write_atomic(run.rejects(), &split.rejects.to_json_lines()?)?;
-        announce(&prompt_extent(&split.usable, recipe), &settings, run, ctx)?;
-        let regenerated = regenerate::regenerate(&split.usable, &settings, target, fingerprint, &run.answers(), ctx)?;
+        let cache = run.cache();
+        space::announce(&prompt_extent(&split.usable, recipe), &settings, &cache, ctx)?;
+        let needed = Needed::of(&split.usable, &settings, &cache)?;
+        let answers = run.answers();
+        let regenerated = regenerate::regenerate(&split.usable, &settings, target, fingerprint, &answers, needed, ctx)?;
         seconds.regenerate = lap.seconds();
         new_tokens = regenerated.new_tokens;
         answered(split, &regenerated.answers, &settings, &mut shortened)?
     } else {
-        let split = split::read(&recipe.data, ctx, |row| Sample::from_row(row, &settings))?;
+        let split = split::read(&recipe.data, ctx, |row| Sample::from_row(row, &settings, ctx))?;
         seconds.read = lap.seconds();
         split
     };
@@ -109,7 +132,7 @@ pub fn plan(recipe: &Recipe, config: &TargetConfig, renderer: &Renderer, ctx: Co
         let extent = prompt_extent(&split.usable, recipe);
         Ok(cost(split, extent, &settings))
     } else {
-        let split = split::read(&recipe.data, ctx, |row| Sample::from_row(row, &settings))?;
+        let split = split::read(&recipe.data, ctx, |row| Sample::from_row(row, &settings, ctx))?;
         let extent = split.usable.iter().collect();
         Ok(cost(split, extent, &settings))
     }
@@ -159,7 +182,7 @@ impl<'a> Settings<'a> {
         if used.chain(&config.stop_ids).chain(renderer.stop_ids()).any(|id| *id == mask_token_id) {
             return Err(unfit("a token that does not begin, end or pad texts".into()));
         }
-        Ok(Self { recipe, renderer, config, layer_ids })
+        Ok(Self { recipe, renderer, config, layer_ids, free_bytes: available_bytes })
     }
 }
 
@@ -198,22 +221,6 @@ fn prompt_extent(prompts: &[Prompt], recipe: &Recipe) -> Extent {
         extent.add(recipe.prepare.samples_per_prompt as u64, prompt.tokens_at_most(&recipe.prepare), text);
     }
     extent
-}
-
-/// Says before the target starts what it may come to, and warns where that might not fit on the disk.
-fn announce(most: &Extent, settings: &Settings<'_>, run: &RunDir, ctx: Context<'_>) -> Result<()> {
-    let bytes = most.bytes_at_most(settings);
-    ctx.note(format!(
-        "{} answers to make; at most {} tokens and {} of target cache",
-        most.samples,
-        most.tokens,
-        size(bytes)
-    ));
-    let free = available_bytes(&run.cache())?;
-    if bytes > free {
-        ctx.warn(format!("the target cache may need up to {}, and the disk has {} free", size(bytes), size(free)));
-    }
-    Ok(())
 }
 
 fn outcome(

@@ -13,13 +13,14 @@ use std::collections::{HashMap, VecDeque};
 use std::path::Path;
 use std::time::Instant;
 
-use deepspec_datasets::conversation::{Conversation, Message, RejectReason, Repair, Role};
+use deepspec_datasets::conversation::{Conversation, Message, Prompts, RejectReason, Repair, Role};
 use deepspec_models::speculate::NoProposer;
 use deepspec_models::target::Target;
 use sha2::{Digest, Sha256};
 
 use super::answers::{self, Answer, AnswerTurn, End, Finish};
 use super::rejects::Refusal;
+use super::space::Needed;
 use super::{Settings, mask_token_in_data};
 use crate::engine::{Engine, Finished, Request, RequestOptions};
 use crate::error::{Error, Result};
@@ -33,14 +34,19 @@ pub const MIN_NEW_TOKENS: usize = 16;
 /// Answers between two flushes of the journal to the disk.
 const SYNC_EVERY: u64 = 32;
 
+/// Answers between two looks at the free space.
+const CHECK_SPACE_EVERY: usize = 16;
+
 /// What an interrupted run can rely on.
 const SAFE: &str = "all finished answers are saved";
 
 /// A row to be answered.
 #[derive(Debug)]
 pub(super) struct Prompt {
-    /// The row; its messages are the system message and the user turns.
+    /// The row; its messages are the system messages and the user turns.
     pub(super) conversation: Conversation,
+    /// Numbers of messages after which an answer is due, rising.
+    pub(super) answers: Vec<usize>,
     /// Tokens of the prompt of the first turn.
     pub(super) first_tokens: usize,
 }
@@ -48,11 +54,10 @@ pub(super) struct Prompt {
 impl Prompt {
     /// Takes the prompts of a row.
     pub(super) fn new(mut conversation: Conversation, settings: &Settings<'_>) -> Result<(Self, Vec<Repair>), Refusal> {
-        let selected = conversation.prompts();
-        conversation.messages = selected.messages;
-        let user = |message: &Message| message.role == Role::User;
-        let first = conversation.messages.iter().position(user).ok_or(RejectReason::NoUserTurn)?;
-        let ids = settings.renderer.render_prompt(&conversation.messages[..=first], conversation.tools.as_ref())?;
+        let Prompts { messages, answers, repairs } = conversation.prompts();
+        conversation.messages = messages;
+        let first = *answers.first().ok_or(RejectReason::NoUserTurn)?;
+        let ids = settings.renderer.render_prompt(&conversation.messages[..first], conversation.tools.as_ref())?;
         let mask_token_id = settings.recipe.draft.mask_token_id;
         if let Some(at) = ids.iter().position(|id| *id == mask_token_id) {
             return Err(Refusal::Fatal(mask_token_in_data(mask_token_id, conversation.line, at)));
@@ -63,14 +68,15 @@ impl Prompt {
                 ids.len(),
                 settings.recipe.prepare.max_length
             );
-            return Err(Refusal::left_out("prompt too long", reason));
+            let hint = "raise `prepare.max_length`, or leave such rows out";
+            return Err(Refusal::left_out("prompt too long", reason, hint));
         }
-        Ok((Self { conversation, first_tokens: ids.len() }, selected.repairs))
+        Ok((Self { conversation, answers, first_tokens: ids.len() }, repairs))
     }
 
     /// Number of user turns.
     pub(super) fn turns(&self) -> usize {
-        self.conversation.messages.iter().filter(|message| message.role == Role::User).count()
+        self.answers.len()
     }
 
     /// Most tokens that a sample made from this row can have.
@@ -101,13 +107,15 @@ pub(super) struct Regenerated {
 /// Answers every prompt that `path` does not hold answers to yet.
 ///
 /// # Errors
-/// [`Error::Interrupted`] when the user asks to stop; the file belongs to other settings or is damaged; the target fails.
+/// [`Error::Interrupted`] when the user asks to stop; the file belongs to other settings or is damaged; answers and cache will not fit
+/// on the disk; the target fails.
 pub(super) fn regenerate(
     prompts: &[Prompt],
     settings: &Settings<'_>,
     target: &Target,
     fingerprint: &str,
     path: &Path,
+    mut needed: Needed<'_>,
     ctx: Context<'_>,
 ) -> Result<Regenerated> {
     let hash = answers::settings_hash(settings.recipe, settings.renderer, fingerprint);
@@ -119,8 +127,9 @@ pub(super) fn regenerate(
     let mut missing = VecDeque::new();
     for (index, (prompt, sample)) in items.enumerate() {
         done.push(known.remove(&(prompt.conversation.key.clone(), sample)));
-        if done[index].is_none() {
-            missing.push_back((index, prompt, sample));
+        match &done[index] {
+            Some(answer) => needed.answered(answer),
+            None => missing.push_back((index, prompt, sample)),
         }
     }
     if !known.is_empty() {
@@ -140,9 +149,11 @@ pub(super) fn regenerate(
     });
     let mut new_tokens = 0;
     if !missing.is_empty() {
+        needed.check()?;
         let mut work = Work::new(settings, target, missing, &hash)?;
         let started = Instant::now();
         let mut finished = finished;
+        let mut next_check = finished + CHECK_SPACE_EVERY;
         while work.refill()? {
             if ctx.interrupt.is_set() {
                 journal.sync()?;
@@ -150,8 +161,14 @@ pub(super) fn regenerate(
             ctx.check_interrupt(SAFE)?;
             for (index, answer) in work.step()? {
                 journal.append(&answer)?;
+                needed.answered(&answer);
                 done[index] = Some(answer);
                 finished += 1;
+            }
+            if finished >= next_check {
+                // Want of space is the error to report, also where it keeps the journal from the disk.
+                needed.check().inspect_err(|_| _ = journal.sync())?;
+                next_check = finished + CHECK_SPACE_EVERY;
             }
             let rate = work.new_tokens as f64 / started.elapsed().as_secs_f64().max(1e-9);
             ctx.reporter.event(Event::Advanced { done: finished as u64, detail: &format!("{rate:.0} tok/s") });
@@ -245,8 +262,8 @@ impl<'a> Work<'a> {
     fn request(&self, talk: &mut Talk<'_>) -> Result<Request, End> {
         let Conversation { messages, tools, key, .. } = &talk.prompt.conversation;
         let asked = talk.messages.len() - talk.turns.len();
-        let next = messages[asked..].iter().position(|message| message.role == Role::User).ok_or(End::Complete)?;
-        talk.messages.extend_from_slice(&messages[asked..=asked + next]);
+        let end = *talk.prompt.answers.get(talk.turns.len()).ok_or(End::Complete)?;
+        talk.messages.extend_from_slice(&messages[asked..end]);
         let Settings { recipe, renderer, .. } = self.settings;
         let prompt = renderer.render_prompt(&talk.messages, tools.as_ref()).map_err(|_| End::NotRenderable)?;
         if prompt.contains(&recipe.draft.mask_token_id) {

@@ -20,6 +20,8 @@ pub(super) enum Refusal {
         kind: &'static str,
         /// The full reason.
         reason: String,
+        /// What to do about it.
+        hint: String,
     },
     /// The stage cannot go on.
     Fatal(Error),
@@ -39,6 +41,9 @@ pub struct Reject {
     pub kind: &'static str,
     /// The full reason.
     pub reason: String,
+    /// What to do about it; not in the side file, where one hint would stand thousands of times.
+    #[serde(skip)]
+    pub hint: String,
 }
 
 /// Everything refused so far.
@@ -56,8 +61,8 @@ impl Rejects {
     /// Notes a refusal; a fatal one is returned as the error it is.
     pub(super) fn add(&mut self, line: u64, sample: Option<usize>, refusal: Refusal) -> Result<()> {
         match refusal {
-            Refusal::LeftOut { kind, reason } => {
-                self.list.push(Reject { file: self.file.clone(), line, sample, kind, reason });
+            Refusal::LeftOut { kind, reason, hint } => {
+                self.list.push(Reject { file: self.file.clone(), line, sample, kind, reason, hint });
                 Ok(())
             }
             Refusal::Fatal(error) => Err(error),
@@ -88,6 +93,7 @@ impl Rejects {
                 rejected: self.list.len(),
                 line: first.line,
                 reason: first.reason.clone(),
+                hint: first.hint.clone(),
             }),
             None => Error::Dataset(DatasetError::NoRows { path: self.file.clone().into() }),
         }
@@ -134,32 +140,14 @@ pub(super) fn json_lines<T: Serialize>(values: &[T]) -> Result<Vec<u8>> {
 }
 
 impl Refusal {
-    pub(super) fn left_out(kind: &'static str, reason: impl Into<String>) -> Self {
-        Self::LeftOut { kind, reason: reason.into() }
+    pub(super) fn left_out(kind: &'static str, reason: impl Into<String>, hint: impl Into<String>) -> Self {
+        Self::LeftOut { kind, reason: reason.into(), hint: hint.into() }
     }
 }
 
 impl From<RejectReason> for Refusal {
     fn from(reason: RejectReason) -> Self {
-        let kind = match &reason {
-            RejectReason::NotUtf8 { .. } => "not UTF-8",
-            RejectReason::InvalidJson { .. } => "not JSON",
-            RejectReason::LoneSurrogate { .. } => "lone surrogate",
-            RejectReason::LineTooLong { .. } => "line too long",
-            RejectReason::NotAnObject { .. } => "not an object",
-            RejectReason::UnknownShape { .. } => "unknown shape",
-            RejectReason::MissingField { .. } => "missing field",
-            RejectReason::WrongType { .. } => "wrong type",
-            RejectReason::EmptyContent { .. } => "empty content",
-            RejectReason::UnknownRole { .. } => "unknown role",
-            RejectReason::UnsupportedPart { .. } => "content is not text",
-            RejectReason::SystemNotFirst { .. } => "system message not first",
-            RejectReason::NoUserTurn => "no user turn",
-            RejectReason::NoAnswer => "no answer",
-            RejectReason::EmptyAnswer { .. } => "empty answer",
-            RejectReason::InvalidToolUse { .. } => "invalid tool use",
-        };
-        Self::left_out(kind, reason.to_string())
+        Self::left_out(reason.kind(), reason.to_string(), reason.hint())
     }
 }
 
@@ -167,6 +155,7 @@ impl From<DatasetError> for Refusal {
     /// What the renderer says about one conversation.
     fn from(error: DatasetError) -> Self {
         let kind = match &error {
+            DatasetError::Stopped => return Self::Fatal(Error::Interrupted { safe: "nothing had been started" }),
             DatasetError::Unencodable { .. } | DatasetError::Encode { .. } => "not in the vocabulary",
             DatasetError::TemplateRefused { .. } => "refused by the chat template",
             DatasetError::TemplateRender { .. } => "chat template failed",
@@ -175,6 +164,6 @@ impl From<DatasetError> for Refusal {
             DatasetError::AnswerNotFound | DatasetError::NothingSupervised => "nothing supervised",
             _ => "not renderable",
         };
-        Self::left_out(kind, error.to_string())
+        Self::left_out(kind, error.to_string(), error.hint().unwrap_or_default())
     }
 }

@@ -4,12 +4,13 @@
 //! supervised token would be left is refused. Answers that were generated always fit, see [`regenerate`](super::regenerate).
 
 use deepspec_datasets::conversation::{Conversation, Message, Repair, Role};
-use deepspec_datasets::renderer::Rendered;
+use deepspec_datasets::renderer::{Limits, Rendered};
 
 use super::answers::{Answer, Finish};
 use super::regenerate::Prompt;
 use super::rejects::Refusal;
 use super::{Settings, mask_token_in_data};
+use crate::progress::Context;
 
 /// One sample, ready for the target.
 #[derive(Debug)]
@@ -29,16 +30,15 @@ impl Sample {
     /// A prompt with the target's answers. The answers before the last one are part of its prompt.
     pub(super) fn from_answer(prompt: &Prompt, answer: &Answer, settings: &Settings<'_>) -> Result<Self, Refusal> {
         let Some((last, before)) = answer.turns.split_last() else {
-            return Err(Refusal::left_out(answer.end.kind(), "the target gave no answer that can be used"));
+            let hint = "look at the answer in `answers.jsonl`";
+            return Err(Refusal::left_out(answer.end.kind(), "the target gave no answer that can be used", hint));
         };
-        let mut earlier = before.iter();
         let mut messages = Vec::new();
-        for message in &prompt.conversation.messages {
-            messages.push(message.clone());
-            if message.role == Role::User {
-                let Some(turn) = earlier.next() else { break };
-                messages.push(Message::new(Role::Assistant, turn.text.clone()));
-            }
+        let mut start = 0;
+        for (turn, &end) in prompt.answers.iter().take(answer.turns.len()).enumerate() {
+            messages.extend_from_slice(&prompt.conversation.messages[start..end]);
+            messages.extend(before.get(turn).map(|answer| Message::new(Role::Assistant, answer.text.clone())));
+            start = end;
         }
         let finished = last.finish_reason == Finish::Stop;
         let tools = prompt.conversation.tools.as_ref();
@@ -51,11 +51,13 @@ impl Sample {
     pub(super) fn from_row(
         conversation: Conversation,
         settings: &Settings<'_>,
+        ctx: Context<'_>,
     ) -> Result<(Self, Vec<Repair>), Refusal> {
         let selected = conversation.answered()?;
         let loss_on = settings.recipe.data.loss_on.into();
-        let rendered =
-            settings.renderer.render_conversation(&selected.messages, conversation.tools.as_ref(), loss_on)?;
+        let limits = Limits { tokens: settings.recipe.prepare.max_length, is_stopped: &|| ctx.interrupt.is_set() };
+        let tools = conversation.tools.as_ref();
+        let rendered = settings.renderer.render_conversation_within(&selected.messages, tools, loss_on, limits)?;
         Ok((Self::new(&conversation, rendered, false, settings)?, selected.repairs))
     }
 
@@ -75,7 +77,8 @@ impl Sample {
         loss_mask.truncate(most);
         if !loss_mask.contains(&1) {
             let reason = format!("the answer starts after the {most} tokens of `prepare.max_length`");
-            return Err(Refusal::left_out("answer cut away", reason));
+            let hint = "raise `prepare.max_length`, or leave such rows out";
+            return Err(Refusal::left_out("answer cut away", reason, hint));
         }
         let Conversation { id, key, domain, .. } = conversation;
         Ok(Self {

@@ -4,7 +4,7 @@
 //! to the one that fills `data.limit`; the limit counts usable rows.
 
 use deepspec_datasets::benchmarks::built_in_train;
-use deepspec_datasets::conversation::{Conversation, RejectReason, Repair, Role, strip_invisible};
+use deepspec_datasets::conversation::{Conversation, Invisible, RejectReason, Repair, Role, strip_invisible};
 use deepspec_datasets::jsonl::{ConversationFile, Row};
 
 use super::rejects::{Counts, Refusal, Rejects};
@@ -53,8 +53,13 @@ pub(super) fn read<T>(
         let line = conversation.line;
         if data.strip_invisible {
             match strip(&mut conversation) {
-                Ok(false) => {}
-                Ok(true) => kinds.push("invisible characters removed"),
+                Ok(found) => {
+                    let removed = [
+                        (found.bidi_controls, "bidirectional controls removed"),
+                        (found.zero_width_spaces, "zero-width spaces removed"),
+                    ];
+                    kinds.extend(removed.into_iter().filter(|(count, _)| *count > 0).map(|(_, kind)| kind));
+                }
                 Err(reason) => {
                     split.rejects.add(line, None, reason.into())?;
                     continue;
@@ -82,22 +87,23 @@ pub(super) fn read<T>(
     Ok(split)
 }
 
-/// Takes invisible characters out of all texts and says whether there were any; refuses a row in which nothing else was
-/// asked.
-fn strip(conversation: &mut Conversation) -> Result<bool, RejectReason> {
-    let mut changed = false;
+/// Takes invisible characters out of all texts and says how many there were; refuses a row in which nothing else was asked.
+fn strip(conversation: &mut Conversation) -> Result<Invisible, RejectReason> {
+    let mut removed = Invisible::default();
     for (index, message) in conversation.messages.iter_mut().enumerate() {
         let texts = [Some(&mut message.content), message.reasoning_content.as_mut()];
         for text in texts.into_iter().flatten() {
-            let stripped = strip_invisible(text);
-            changed |= stripped.len() != text.len();
-            *text = stripped;
+            let (stripped, found) = strip_invisible(text);
+            if !found.is_none() {
+                *text = stripped.into_owned();
+                removed += found;
+            }
         }
         if message.role == Role::User && message.content.trim().is_empty() {
             return Err(RejectReason::EmptyContent { field: format!("message {index} without invisible characters") });
         }
     }
-    Ok(changed)
+    Ok(removed)
 }
 
 fn repair_kind(repair: &Repair) -> &'static str {
@@ -111,6 +117,7 @@ fn repair_kind(repair: &Repair) -> &'static str {
         Repair::DeveloperAsSystem => "developer read as system",
         Repair::RoleInCapitals => "role in capitals",
         Repair::LegacyFunctionCall => "function_call read as tool_calls",
+        Repair::LegacyFunctions => "functions read as tools",
         Repair::ToolCallIdFilled => "tool_call_id filled in",
         Repair::EmptyInstruction => "input read as the prompt",
     }

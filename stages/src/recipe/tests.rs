@@ -371,3 +371,37 @@ fn layer_ids_are_checked_against_the_target() {
         "{error}"
     );
 }
+
+#[test]
+fn values_are_checked_when_all_changes_are_made() {
+    let overrides = ["prepare.regenerate=false".to_owned()];
+    let from_file = |recipe: &mut Recipe| recipe.data.prompts = PromptSource::File("mine.jsonl".into());
+    // The built-in prompts have no answers; a file that another argument names may.
+    let recipe = Recipe::open_with("quickstart", &overrides, from_file).unwrap();
+    assert!(!recipe.prepare.regenerate && recipe.data.prompts == PromptSource::File("mine.jsonl".into()));
+    let error = Recipe::open("quickstart", &overrides).unwrap_err().to_string();
+    assert!(error.contains("`prepare.regenerate` is false") && error.contains("with its overrides"), "{error}");
+    // Overrides that need each other, in either order.
+    for order in [
+        ["prepare.max_length=64", "prepare.max_new_tokens=32"],
+        ["prepare.max_new_tokens=500", "prepare.max_length=600"],
+    ] {
+        Recipe::open("quickstart", &order.map(str::to_owned)).unwrap();
+    }
+    // So in a file of one's own, and in a saved one.
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("mine.toml");
+    fs_err::write(&path, quickstart_with("regenerate = true", "regenerate = false")).unwrap();
+    let name = path.to_str().unwrap();
+    Recipe::open_with(name, &[], from_file).unwrap();
+    let error = Recipe::open(name, &[]).unwrap_err().to_string();
+    assert!(error.contains("mine.toml") && error.contains("`prepare.regenerate` is false"), "{error}");
+    assert!(quickstart().complete(&overrides, from_file).is_ok() && quickstart().complete(&overrides, |_| {}).is_err());
+}
+
+#[test]
+fn no_recipe_changes_the_users_text() {
+    for name in Recipe::built_in_names() {
+        assert!(!Recipe::built_in(name).unwrap().unwrap().data.strip_invisible, "{name}");
+    }
+}

@@ -310,7 +310,7 @@ impl Recipe {
         problems.check(
             !eval.proposers.is_empty() && !has_repeats(&eval.proposers),
             "eval.proposers",
-            format!("{:?}", eval.proposers),
+            format!("[{}]", eval.proposers.iter().map(|proposer| proposer.name()).collect::<Vec<_>>().join(", ")),
             "at least one of `plain`, `ngram`, `draft` and `hybrid`, each once",
         );
         problems.check((1..=MAX_NGRAM).contains(&eval.ngram_max), "eval.ngram_max", eval.ngram_max, "1 to 64");

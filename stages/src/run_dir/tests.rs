@@ -102,7 +102,7 @@ fn keys_bind_from_when_their_stage_has_written() {
         ("answers.jsonl", "draft.target_layer_ids=auto", false),
         ("answers.jsonl", "train.lr=1", false),
         ("cache/manifest.json", "draft.target_layer_ids=auto", true),
-        ("cache/manifest.json", "data.strip_invisible=false", true),
+        ("cache/manifest.json", "data.strip_invisible=true", true),
         ("cache/manifest.json", "draft.block_size=4", false),
         ("metrics.jsonl", "draft.block_size=4", true),
         ("metrics.jsonl", "init.markov=random", true),

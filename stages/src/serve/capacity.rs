@@ -4,7 +4,7 @@ use deepspec_models::config::{DrafterConfig, TargetConfig};
 use deepspec_models::kv_cache::KvCache;
 use deepspec_models::target::head_layout;
 
-use crate::engine::PREFILL_CHUNK;
+use crate::engine::{MOST_UNSEEN, PREFILL_CHUNK};
 use crate::error::{Error, Result};
 
 /// Tokens of a sequence where nobody says how many.
@@ -49,9 +49,14 @@ impl Capacity {
             };
             let rows = window.map_or(capacity, |(window, block)| KvCache::ring_rows(capacity, window, block));
             let cached = KvCache::bytes(drafter.body().num_hidden_layers, slots, rows, head_layout(drafter.body()));
-            // While the drafter rests, features of all committed tokens that it will see wait for it.
-            let waiting = window.map_or(context, |(window, _)| context.min(window.saturating_add(PREFILL_CHUNK)));
-            cached + slots * waiting * drafter.target_layer_ids().len() * target.hidden_size * size_of::<f32>()
+            // While the drafter rests, features of committed tokens wait for it, in the end as rows of the hidden size in Eagle3.
+            let most = window.map_or(MOST_UNSEEN, |(window, _)| window);
+            let waiting = context.min(most.saturating_add(PREFILL_CHUNK)) * drafter.target_layer_ids().len();
+            let rows = match drafter {
+                DrafterConfig::Block(_) => waiting,
+                DrafterConfig::Eagle3(_) => waiting + context,
+            };
+            cached + slots * rows * target.hidden_size * size_of::<f32>()
         });
         let bytes =
             KvCache::bytes(target.num_hidden_layers, slots, context, head_layout(target)).saturating_add(drafter_bytes);

@@ -5,6 +5,55 @@ use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use serde_json::{Value, json};
 
+/// Why requests are refused, for the counters.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Reason {
+    /// Too many wait already, or too much is being read.
+    QueueFull,
+    /// All connections are taken.
+    NoConnection,
+    /// The prompt does not fit into the context.
+    TooLong,
+    /// The body is too large.
+    TooLarge,
+    /// The body did not come in time.
+    TooSlow,
+    /// The key is missing or wrong.
+    Unauthorized,
+    /// The server is about to end.
+    Stopping,
+    /// Anything else that is wrong with it.
+    Invalid,
+}
+
+impl Reason {
+    /// All of them.
+    pub(super) const ALL: [Self; 8] = [
+        Self::QueueFull,
+        Self::NoConnection,
+        Self::TooLong,
+        Self::TooLarge,
+        Self::TooSlow,
+        Self::Unauthorized,
+        Self::Stopping,
+        Self::Invalid,
+    ];
+
+    /// Its label.
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::QueueFull => "queue_full",
+            Self::NoConnection => "no_connection",
+            Self::TooLong => "too_long",
+            Self::TooLarge => "too_large",
+            Self::TooSlow => "too_slow",
+            Self::Unauthorized => "unauthorized",
+            Self::Stopping => "stopping",
+            Self::Invalid => "invalid",
+        }
+    }
+}
+
 /// A refusal.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct ApiError {
@@ -61,6 +110,20 @@ impl ApiError {
         Self { retry_after_s: Some(retry_after_s), ..error.with_code("queue_full") }
     }
 
+    /// Too many bytes of requests are in memory already.
+    pub(super) fn crowded(bytes: usize, retry_after_s: u64) -> Self {
+        let message = format!("requests of {bytes} bytes are being read already; try again later");
+        let error = Self::new(StatusCode::TOO_MANY_REQUESTS, "rate_limit_error", message);
+        Self { retry_after_s: Some(retry_after_s), ..error.with_code("queue_full") }
+    }
+
+    /// All connections are taken.
+    pub(super) fn no_connection() -> Self {
+        let message = "all connections of this server are taken; try again later";
+        let error = Self::new(StatusCode::SERVICE_UNAVAILABLE, "server_error", message);
+        Self { retry_after_s: Some(1), ..error.with_code("no_connection") }
+    }
+
     /// The server is about to end.
     pub(super) fn stopping() -> Self {
         let error = Self::new(StatusCode::SERVICE_UNAVAILABLE, "server_error", "the server is stopping");
@@ -70,6 +133,21 @@ impl ApiError {
     /// The engine failed.
     pub(super) fn internal(message: impl Into<String>) -> Self {
         Self::new(StatusCode::INTERNAL_SERVER_ERROR, "server_error", message)
+    }
+
+    /// Why a request is refused with it; `None` for a failure of the server.
+    pub(super) fn reason(&self) -> Option<Reason> {
+        Some(match (self.status, self.code) {
+            (StatusCode::INTERNAL_SERVER_ERROR, _) => return None,
+            (StatusCode::TOO_MANY_REQUESTS, _) => Reason::QueueFull,
+            (StatusCode::SERVICE_UNAVAILABLE, Some("no_connection")) => Reason::NoConnection,
+            (StatusCode::SERVICE_UNAVAILABLE, _) => Reason::Stopping,
+            (_, Some("context_length_exceeded")) => Reason::TooLong,
+            (StatusCode::PAYLOAD_TOO_LARGE, _) => Reason::TooLarge,
+            (StatusCode::REQUEST_TIMEOUT, _) => Reason::TooSlow,
+            (StatusCode::UNAUTHORIZED, _) => Reason::Unauthorized,
+            _ => Reason::Invalid,
+        })
     }
 
     /// The error object.

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use serde::Serialize;
 
+use super::error::Reason;
 use crate::engine::{DrafterFaults, FinishReason, PhaseTimes, RoundRecord};
 
 /// Upper ends of the buckets of times, in seconds.
@@ -91,7 +92,7 @@ struct Counters {
     length: u64,
     aborted: u64,
     failed: u64,
-    refused: u64,
+    refused: [u64; Reason::ALL.len()],
     first_token: Histogram,
     per_token: Histogram,
     whole: Histogram,
@@ -143,9 +144,10 @@ impl Metrics {
         change(&mut self.0.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// A request was refused because too many wait.
-    pub(super) fn refused(&self) {
-        self.with(|counters| counters.refused += 1);
+    /// A request was refused.
+    pub(super) fn refused(&self, reason: Reason) {
+        let at = Reason::ALL.iter().position(|&other| other == reason);
+        self.with(|counters| at.map(|at| counters.refused[at] += 1));
     }
 
     /// A request was taken.
@@ -278,7 +280,11 @@ impl Metrics {
             "Rounds in which a drafter was left out, not paying.",
             c.drafter.left_out,
         );
-        text.counter("deepspec_requests_refused", "Requests refused because too many waited.", c.refused);
+        text.head("deepspec_requests_refused", "Requests refused by the reason.", "counter");
+        for (reason, count) in Reason::ALL.into_iter().zip(c.refused) {
+            let label = format!(",reason=\"{}\"", reason.name());
+            text.line("deepspec_requests_refused_total", &label, count as f64);
+        }
         text.gauge("deepspec_tokens_per_second", "Tokens per second lately.", c.recent.tokens_per_s);
         text.gauge("deepspec_tau", "Tokens committed per round lately.", c.recent.tau);
         text.gauge("deepspec_verified_per_round", "Tokens verified per sequence and round lately.", c.recent.verified);
@@ -373,8 +379,14 @@ mod tests {
         metrics.first_token(Duration::from_millis(30));
         let second = Duration::from_secs(1);
         metrics.left(Outcome::Finished(FinishReason::Stop), second, Some(second / 2), 6);
+        metrics.refused(Reason::TooLong);
+        metrics.refused(Reason::Invalid);
+        metrics.refused(Reason::Invalid);
         let text = metrics.render("a\"b");
         for line in [
+            "deepspec_requests_refused_total{model_name=\"a\\\"b\",reason=\"queue_full\"} 0",
+            "deepspec_requests_refused_total{model_name=\"a\\\"b\",reason=\"too_long\"} 1",
+            "deepspec_requests_refused_total{model_name=\"a\\\"b\",reason=\"invalid\"} 2",
             "vllm:spec_decode_num_drafts_total{model_name=\"a\\\"b\"} 2",
             "vllm:spec_decode_num_draft_tokens_total{model_name=\"a\\\"b\"} 5",
             "vllm:spec_decode_num_accepted_tokens_total{model_name=\"a\\\"b\"} 3",

@@ -1,18 +1,23 @@
 //! Serve: target and drafter behind an HTTP API that OpenAI's clients speak.
 //!
 //! The engine stays on the thread that calls [`Server::run`]; connections live on threads of their own and talk to it through
-//! channels (`engine_thread.rs`). `openai.rs` reads requests, `answer.rs` and `stream.rs` write answers, `routes.rs` joins
-//! the two, `http.rs` accepts connections. Nothing here decodes: that is [`crate::engine`].
+//! channels (`engine_thread.rs`). `body.rs`, `openai.rs` and `accept.rs` read requests, `answer.rs` and `stream.rs` write
+//! answers, `routes.rs` joins the two, `http.rs` accepts connections. Nothing here decodes: that is [`crate::engine`].
 //!
 //! Same request, same answer, whatever else is being served: greedy answers always; sampled ones if the request carries a
 //! seed, for then its own proposals alone decide what is verified.
 
+mod accept;
 mod answer;
+mod body;
 mod capacity;
 mod engine_thread;
 mod error;
 mod fields;
 mod http;
+mod key;
+#[cfg(test)]
+mod messages;
 mod metrics;
 mod openai;
 mod routes;
@@ -25,12 +30,14 @@ use std::thread;
 use std::time::Duration;
 
 use serde_json::json;
-use sha2::{Digest as _, Sha256};
-use tokio::sync::watch;
+use tokio::sync::{Semaphore, watch};
 
+use self::body::Bodies;
 pub use self::capacity::Capacity;
 use self::engine_thread::{EngineLoop, Shared};
-use self::routes::{App, now, router};
+use self::http::Limits;
+pub use self::key::ApiKey;
+use self::routes::{App, now, reserve_router, router};
 use crate::engine::{Engine, ReasoningMarks};
 use crate::error::{Error, Result};
 use crate::model_source::TextSide;
@@ -45,14 +52,16 @@ pub struct ServeOptions {
     /// Name of the model in the API.
     pub model_name: String,
     /// Key that clients have to send.
-    pub api_key: Option<String>,
+    pub api_key: Option<ApiKey>,
     /// Requests that may wait for a slot.
     pub queue: usize,
     /// Time that requests in work get to finish once the server is told to stop.
     pub drain: Duration,
     /// Tokens around reasoning, which chats get apart from the answer.
     pub reasoning: Option<ReasoningMarks>,
-    /// Time that a client has for sending the head of a request, and again for its body.
+    /// Connections at a time; a few more are told how the server is, and no other thing.
+    pub connections: usize,
+    /// Time that a client has for sending the head of a request, for its body, and for taking in any part of the answer.
     pub patience: Duration,
     /// Confidence that proposed tokens need to be verified; 0 for no such rule.
     pub confidence_threshold: f32,
@@ -107,7 +116,9 @@ impl Server {
             reasoning: options.reasoning,
             patience: options.patience,
             threshold: options.confidence_threshold,
-            key_hash: options.api_key.as_ref().map(|key| Sha256::digest(key.as_bytes()).into()),
+            key: options.api_key.clone(),
+            bodies: Arc::new(Bodies::default()),
+            turns: Arc::new(Semaphore::new(thread::available_parallelism().map_or(1, usize::from))),
             next_id: AtomicU64::new(1),
             describes: json!({
                 "model": options.model_name,
@@ -118,7 +129,10 @@ impl Server {
             }),
         };
         let (stop, stops) = watch::channel(false);
-        let connections = connections(self.listener, router(Arc::new(app)), options.patience, stops)?;
+        let app = Arc::new(app);
+        let routers = (router(app.clone()), reserve_router(app));
+        let limits = Limits { connections: options.connections, patience: options.patience };
+        let connections = connections(self.listener, routers, limits, stops)?;
         ctx.note(format!("listening on http://{}; the page is at /, the API at /v1", self.address));
         EngineLoop::new(engine, shared, options.has_drafter).run(&orders, options.drain, ctx);
         // Requests that have come too late are told so.
@@ -134,13 +148,13 @@ impl Server {
 /// Starts the threads for connections.
 fn connections(
     listener: TcpListener,
-    router: axum::Router,
-    patience: Duration,
+    routers: (axum::Router, axum::Router),
+    limits: Limits,
     stops: watch::Receiver<bool>,
 ) -> Result<thread::JoinHandle<std::io::Result<()>>> {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(THREADS).enable_all().build()?;
     let serve = move || {
-        let ended = runtime.block_on(http::serve(listener, router, patience, stops));
+        let ended = runtime.block_on(http::serve(listener, routers, limits, stops));
         runtime.shutdown_background();
         ended
     };

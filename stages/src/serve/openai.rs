@@ -194,9 +194,14 @@ fn content(path: &str, value: Value) -> Read<String> {
         let path = format!("{path}.{i}");
         let mut fields = Fields::of(&path, part)?;
         let kind = fields.text("type")?;
-        if kind.as_deref() != Some("text") {
-            let message = format!("`{path}.type` is {kind:?}, expected `text`: this model reads nothing else");
-            return Err(ApiError::field(&format!("{path}.type"), message));
+        let path_of_type = format!("{path}.type");
+        match kind.as_deref() {
+            Some("text") => {}
+            Some(other) => {
+                let message = format!("`{path_of_type}` is `{other}`, expected `text`: this model reads nothing else");
+                return Err(ApiError::field(&path_of_type, message));
+            }
+            None => return Err(missing(&path_of_type)),
         }
         text.push_str(&fields.text("text")?.ok_or_else(|| missing(&format!("{path}.text")))?);
         fields.finish(&["cache_control"])?;
@@ -350,6 +355,13 @@ pub(super) fn too_long(form: Form, prompt: usize, new: usize, context: usize) ->
         prompt + new
     );
     ApiError::field(field, message).with_status(StatusCode::BAD_REQUEST).with_code("context_length_exceeded")
+}
+
+/// Refuses a prompt that has too many tokens whatever they are.
+pub(super) fn far_too_long(form: Form, fewest: usize, context: usize) -> ApiError {
+    let field = if form == Form::Chat { "messages" } else { "prompt" };
+    let message = format!("this model's maximum context length is {context} tokens; the prompt has at least {fewest}");
+    ApiError::field(field, message).with_code("context_length_exceeded")
 }
 
 #[cfg(test)]

@@ -1,9 +1,7 @@
 //! What the server answers under each address.
 
-use std::collections::hash_map::RandomState;
 use std::convert::Infallible;
-use std::hash::BuildHasher as _;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
@@ -14,28 +12,24 @@ use axum::http::{HeaderValue, StatusCode, header};
 use axum::middleware::{self, Next};
 use axum::response::{Html, IntoResponse, Response};
 use axum::routing::{get, post};
-use deepspec_models::speculate::SpeculateError;
 use futures_util::StreamExt as _;
 use futures_util::stream;
-use http_body_util::{BodyExt as _, LengthLimitError, Limited};
 use serde_json::{Value, json};
-use sha2::{Digest as _, Sha256};
-use tokio::sync::mpsc as news_channel;
+use tokio::sync::{Semaphore, mpsc as news_channel};
 
+use super::accept::{Accepted, accept};
 use super::answer::{Answer, Usage};
-use super::engine_thread::{Command, Job, News, Shared, Ticket};
+use super::body::Bodies;
+use super::engine_thread::{Command, Job, News, Place, Shared, Ticket};
 use super::error::ApiError;
-use super::openai::{ApiRequest, Form, Prompt, too_long};
+use super::key::ApiKey;
+use super::openai::{ApiRequest, Form};
 use super::stream::{EventWriter, sse};
-use crate::engine::{Reasoning, ReasoningMarks, Request, RequestOptions, TextOptions};
+use crate::engine::ReasoningMarks;
 use crate::model_source::TextSide;
 
-/// Largest body of a request.
-const MOST_BYTES: usize = 4 << 20;
-/// Tokens generated where a completion does not say how many.
-const DEFAULT_TOKENS: usize = 16;
-/// Answers that one request may ask for.
-const MOST_ANSWERS: usize = 256;
+/// Bytes that are read of a body that nobody is going to look at.
+const UNHEARD_BYTES: usize = 64 << 10;
 /// What the page may do: nothing but talk to this server.
 const PAGE_POLICY: &str = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; \
 img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'";
@@ -57,8 +51,12 @@ pub(super) struct App {
     pub(super) reasoning: Option<ReasoningMarks>,
     /// Confidence that proposed tokens need.
     pub(super) threshold: f32,
-    /// SHA-256 of the key that clients have to send.
-    pub(super) key_hash: Option<[u8; 32]>,
+    /// Key that clients have to send.
+    pub(super) key: Option<ApiKey>,
+    /// Bodies in memory.
+    pub(super) bodies: Arc<Bodies>,
+    /// Requests that may be read and encoded at a time.
+    pub(super) turns: Arc<Semaphore>,
     pub(super) next_id: AtomicU64,
     /// In words, for the page.
     pub(super) describes: Value,
@@ -95,21 +93,26 @@ pub(super) fn router(app: SharedApp) -> Router {
         .with_state(app)
 }
 
-async fn check_key(State(app): State<SharedApp>, request: HttpRequest, next: Next) -> Response {
-    if let Some(expected) = &app.key_hash {
-        let given = request.headers().get(header::AUTHORIZATION).and_then(|value| value.to_str().ok());
-        let key = given.and_then(|value| value.strip_prefix("Bearer ")).unwrap_or_default();
-        if !is_same(expected, &Sha256::digest(key.as_bytes()).into()) {
-            return ApiError::unauthorized().into_response();
-        }
-    }
-    next.run(request).await
+/// What connections beyond the usual number may ask for: how the server is.
+pub(super) fn reserve_router(app: SharedApp) -> Router {
+    let guarded =
+        Router::new().route("/metrics", get(metrics)).layer(middleware::from_fn_with_state(app.clone(), check_key));
+    Router::new()
+        .route("/health", get(health))
+        .merge(guarded)
+        .fallback(|State(app): State<SharedApp>, request: HttpRequest| async move {
+            // A client that is still sending would not hear the answer; one that sends much does not hear it anyway.
+            let _ = axum::body::to_bytes(request.into_body(), UNHEARD_BYTES).await;
+            refused(&app, ApiError::no_connection())
+        })
+        .with_state(app)
 }
 
-/// Compares in a time that does not depend on where two hashes differ.
-fn is_same(left: &[u8; 32], right: &[u8; 32]) -> bool {
-    let difference = left.iter().zip(right).fold(0, |sum, (l, r)| sum | (l ^ r));
-    std::hint::black_box(difference) == 0
+async fn check_key(State(app): State<SharedApp>, request: HttpRequest, next: Next) -> Response {
+    match &app.key {
+        Some(key) if !key.is_in(request.headers()) => refused(&app, ApiError::unauthorized()),
+        _ => next.run(request).await,
+    }
 }
 
 fn json_response(value: &Value) -> Response {
@@ -168,59 +171,57 @@ async fn model(State(app): State<SharedApp>, Path(name): Path<String>) -> Respon
 }
 
 async fn completions(State(app): State<SharedApp>, request: HttpRequest) -> Response {
-    answer(app, Form::Text, request).await.unwrap_or_else(IntoResponse::into_response)
+    answered(app, Form::Text, request).await
 }
 
 async fn chat(State(app): State<SharedApp>, request: HttpRequest) -> Response {
-    answer(app, Form::Chat, request).await.unwrap_or_else(IntoResponse::into_response)
+    answered(app, Form::Chat, request).await
 }
 
 async fn generate(State(app): State<SharedApp>, request: HttpRequest) -> Response {
-    answer(app, Form::Simple, request).await.unwrap_or_else(IntoResponse::into_response)
+    answered(app, Form::Simple, request).await
 }
 
-/// The body of a JSON request, within limits of size and time.
-async fn body(request: HttpRequest, patience: Duration) -> Result<Vec<u8>, ApiError> {
-    let kind = request.headers().get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok()).unwrap_or_default();
-    // A page of another origin may send other types without being asked for leave, but not this one.
-    if !kind.split(';').next().unwrap_or_default().trim().eq_ignore_ascii_case("application/json") {
-        return Err(ApiError::bad("the request is not of type `application/json`; set the `Content-Type` header")
-            .with_status(StatusCode::UNSUPPORTED_MEDIA_TYPE));
-    }
-    let collected = Limited::new(request.into_body(), MOST_BYTES).collect();
-    match tokio::time::timeout(patience, collected).await {
-        Ok(Ok(body)) => Ok(body.to_bytes().to_vec()),
-        Ok(Err(error)) if error.downcast_ref::<LengthLimitError>().is_some() => {
-            Err(ApiError::bad(format!("the body is larger than {MOST_BYTES} bytes"))
-                .with_status(StatusCode::PAYLOAD_TOO_LARGE))
-        }
-        Ok(Err(error)) => Err(ApiError::bad(format!("the body cannot be read: {error}"))),
-        Err(_) => Err(ApiError::bad(format!("the body did not come within {} seconds", patience.as_secs_f64()))
-            .with_status(StatusCode::REQUEST_TIMEOUT)),
-    }
+/// Answers a request, or counts it as refused.
+async fn answered(app: SharedApp, form: Form, request: HttpRequest) -> Response {
+    let metrics = app.clone();
+    answer(app, form, request).await.unwrap_or_else(|error| refused(&metrics, error))
 }
 
-/// What a request needs to be answered.
-struct Accepted {
-    api: ApiRequest,
-    requests: Vec<Request>,
-    usage: Usage,
+/// The refusal as a response, counted by its reason.
+fn refused(app: &App, error: ApiError) -> Response {
+    if let Some(reason) = error.reason() {
+        app.shared.metrics.refused(reason);
+    }
+    error.into_response()
+}
+
+/// So many places in the server.
+fn places(app: &App, count: usize) -> Result<Vec<Place>, ApiError> {
+    app.shared.places(count).map_err(|held| ApiError::overloaded(held, 1 + held as u64 / 8))
 }
 
 async fn answer(app: SharedApp, form: Form, request: HttpRequest) -> Result<Response, ApiError> {
-    let body = body(request, app.patience).await?;
-    let checker = app.clone();
-    // A long prompt takes a while to become tokens.
-    let accepted = tokio::task::spawn_blocking(move || accept(&checker, form, &body)).await;
-    let Accepted { api, requests, usage } =
-        accepted.map_err(|_| ApiError::internal("reading the request failed"))??;
     if app.shared.is_stopping() {
         return Err(ApiError::stopping());
     }
-    let places = app.shared.places(requests.len()).map_err(|held| {
-        app.shared.metrics.refused();
-        ApiError::overloaded(held, 1 + held as u64 / 8)
-    })?;
+    let body = app.bodies.read(request, app.patience).await?;
+    // From here on it costs something, so it waits in the same queue as those that are decoded.
+    let mut places = places(&app, 1)?;
+    let turn = app.turns.clone().acquire_owned().await.map_err(|_| ApiError::stopping())?;
+    let checker = app.clone();
+    // A long prompt takes a while to become tokens, and the threads here have connections to serve. The turn lasts as long
+    // as the work does, also when the client leaves.
+    let accepted = tokio::task::spawn_blocking(move || {
+        let _turn = turn;
+        accept(&checker, form, body.bytes())
+    });
+    let Accepted { api, requests, usage } =
+        accepted.await.map_err(|_| ApiError::internal("reading the request failed"))??;
+    if app.shared.is_stopping() {
+        return Err(ApiError::stopping());
+    }
+    places.extend(self::places(&app, requests.len().saturating_sub(1))?);
     let room = requests.iter().map(|request| request.max_new_tokens + 2).sum();
     let (sender, news) = news_channel::channel(room);
     let ids = requests.iter().map(|request| request.id).collect();
@@ -236,109 +237,6 @@ async fn answer(app: SharedApp, form: Form, request: HttpRequest) -> Result<Resp
     } else {
         whole(&app, &api, usage, prompts, news, ticket).await
     }
-}
-
-/// Reads and checks a request and turns it into those of the engine.
-fn accept(app: &App, form: Form, body: &[u8]) -> Result<Accepted, ApiError> {
-    let api = ApiRequest::parse(form, body)?;
-    if let Some(name) = api.model.as_ref().filter(|name| **name != app.model_name) {
-        return Err(ApiError::unknown_model(name, &app.model_name));
-    }
-    let most = MOST_ANSWERS.min(app.shared.most());
-    if api.total() > most {
-        return Err(ApiError::field("n", format!("{} answers are asked for, at most {most} are allowed", api.total())));
-    }
-    check_tokens(app, &api)?;
-    let mut stop_ids = api.stop_token_ids.clone();
-    if !api.ignores_eos {
-        stop_ids.extend_from_slice(app.text.stop_ids());
-    }
-    let stop_ids: Arc<[u32]> = stop_ids.into();
-    let (mut requests, mut usage) = (Vec::new(), Usage::default());
-    for prompt in &api.prompts {
-        let ids = tokens(app, prompt, api.thinks)?;
-        let marks = app.reasoning.filter(|_| form == Form::Chat);
-        let text = TextOptions {
-            tokenizer: app.text.tokenizer().clone(),
-            stop: api.stop.clone(),
-            reasoning: marks.map(|marks| Reasoning { marks, is_open: app.text.opens_reasoning(&ids, marks) }),
-        };
-        let room = app.context.saturating_sub(ids.len());
-        let new = match (api.max_tokens, form) {
-            (Some(tokens), _) => tokens,
-            (None, Form::Chat) => room.max(1),
-            (None, Form::Text | Form::Simple) => DEFAULT_TOKENS.min(room.max(1)),
-        };
-        if new > room {
-            return Err(too_long(form, ids.len(), new, app.context));
-        }
-        usage.prompt += ids.len();
-        for _ in 0..api.choices {
-            let number = requests.len() as u64;
-            requests.push(Request {
-                id: app.next_id.fetch_add(1, Ordering::Relaxed),
-                prompt: ids.clone(),
-                sampling: api.sampling,
-                seed: api.seed.map_or_else(random_seed, |seed| seed.wrapping_add(number)),
-                max_new_tokens: new,
-                stop_ids: stop_ids.clone(),
-                confidence_threshold: app.threshold,
-                options: RequestOptions {
-                    adjustments: api.adjustments.clone(),
-                    text: Some(text.clone()),
-                    logprobs: api.logprobs,
-                    is_reproducible: api.seed.is_some() && !api.sampling.is_greedy(),
-                },
-            });
-        }
-    }
-    Ok(Accepted { api, requests, usage })
-}
-
-fn check_tokens(app: &App, api: &ApiRequest) -> Result<(), ApiError> {
-    api.adjustments.validate(app.vocab_size).map_err(|error| {
-        let field = if let SpeculateError::Parameter { field, .. } = error { field } else { "logit_bias" };
-        ApiError::field(field, error.to_string())
-    })?;
-    match api.stop_token_ids.iter().find(|&&token| token as usize >= app.vocab_size) {
-        Some(token) => Err(unknown_token("stop_token_ids", *token, app.vocab_size)),
-        None => Ok(()),
-    }
-}
-
-fn unknown_token(field: &str, token: u32, vocab_size: usize) -> ApiError {
-    ApiError::field(field, format!("token {token} is outside the vocabulary of {vocab_size}"))
-}
-
-/// The tokens of a prompt; an empty text is the begin-of-text token, where the model has one.
-fn tokens(app: &App, prompt: &Prompt, thinks: Option<bool>) -> Result<Vec<u32>, ApiError> {
-    let refused = |field: &str, error: deepspec_datasets::Error| ApiError::field(field, error.to_string());
-    let ids = match prompt {
-        Prompt::Chat(messages) => {
-            let renderer = match thinks {
-                Some(_) => &app.text.renderer.clone().with_thinking(thinks),
-                None => &app.text.renderer,
-            };
-            renderer.render_prompt(messages, None).map_err(|error| refused("messages", error))?
-        }
-        Prompt::Text(text) => {
-            app.text.tokenizer().encode_with_specials(text).map_err(|error| refused("prompt", error))?
-        }
-        Prompt::Tokens(ids) => match ids.iter().find(|&&token| token as usize >= app.vocab_size) {
-            Some(token) => return Err(unknown_token("prompt", *token, app.vocab_size)),
-            None => ids.clone(),
-        },
-    };
-    match (ids.is_empty(), app.text.bos) {
-        (false, _) => Ok(ids),
-        (true, Some(bos)) => Ok(vec![bos]),
-        (true, None) => Err(ApiError::field("prompt", "`prompt` has no tokens")),
-    }
-}
-
-/// A seed that nobody knows in advance.
-fn random_seed() -> u64 {
-    RandomState::new().hash_one(0_u8)
 }
 
 /// The answer in one piece.
@@ -419,19 +317,4 @@ fn streamed(
     let mut response = sse(events);
     response.headers_mut().insert("x-accel-buffering", HeaderValue::from_static("no"));
     response
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn keys_are_compared_whole() {
-        let hash = |key: &str| Sha256::digest(key.as_bytes()).into();
-        assert!(is_same(&hash("a"), &hash("a")));
-        assert!(!is_same(&hash("a"), &hash("b")));
-        let mut last: [u8; 32] = hash("a");
-        last[31] ^= 1;
-        assert!(!is_same(&hash("a"), &last));
-    }
 }

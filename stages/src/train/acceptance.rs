@@ -112,7 +112,7 @@ impl<'a> TrainAcceptance<'a> {
         }
         let rounds: Vec<Round> = finished.iter().flat_map(|done| &done.rounds).map(Round::from).collect();
         let rates = Rates::of(&rounds);
-        let first = rates.positions.first().and_then(|position| position.accept_rate);
+        let first = rates.positions.first().and_then(|position| position.accept_at_k);
         // Answers of one token have no round: nothing was drafted, so nothing is known.
         let measured = Measured { tau: rates.tau.unwrap_or(1.0), accept_at_1: first.unwrap_or(0.0) };
         ctx.note(format!(

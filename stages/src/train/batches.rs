@@ -25,6 +25,8 @@ pub struct Batches<'a> {
 
 /// One forward and backward pass.
 pub struct MicroBatch<'a> {
+    /// Numbers of the samples in the cache.
+    pub samples: Vec<u64>,
     /// Samples with their anchors.
     pub sequences: Vec<TrainSequence<'a>>,
     /// Loss mask of each.
@@ -43,7 +45,10 @@ impl<'a> Batches<'a> {
     pub fn new(cache: &'a Reader, columns: LayerColumns, settings: &'a TrainRecipe) -> Result<Self> {
         let mut usable = Vec::new();
         for i in 0..cache.len() {
-            if !anchor_candidates(cache.sample(i)?.loss_mask).is_empty() {
+            if anchor_candidates(cache.tokens(i)?.1).is_empty() {
+                // It is left out for what its mask says, so that has to be what was written.
+                cache.sample(i)?;
+            } else {
                 usable.push(i);
             }
         }
@@ -78,6 +83,20 @@ impl<'a> Batches<'a> {
         numbers.chunks(self.settings.micro_batch_size).map(|chunk| self.micro_batch(chunk)).collect()
     }
 
+    /// The same samples and anchors, each alone.
+    ///
+    /// # Errors
+    /// As [`Batches::at`].
+    pub fn one_by_one(&self, step: u64) -> Result<Vec<MicroBatch<'a>>> {
+        let first = step * self.settings.batch_size as u64;
+        (first..first + self.settings.batch_size as u64).map(|number| self.micro_batch(&[number])).collect()
+    }
+
+    /// The cache that the samples are in.
+    pub fn cache(&self) -> &'a Reader {
+        self.cache
+    }
+
     /// The sample with global number `number`: the run walks through one permutation of the samples per epoch.
     fn sample_index(&self, number: u64, order: &mut Option<(u64, Vec<u64>)>) -> u64 {
         let count = self.usable.len() as u64;
@@ -92,13 +111,15 @@ impl<'a> Batches<'a> {
 
     fn micro_batch(&self, numbers: &[u64]) -> Result<MicroBatch<'a>> {
         let mut order = None;
+        let mut samples = Vec::new();
         let mut batch_sequences = Vec::new();
         let mut loss_masks = Vec::new();
         let (mut features, mut target_hidden) = (Vec::<bf16>::new(), Vec::<bf16>::new());
         let mut rows = 0;
         for &number in numbers {
-            let Sample { input_ids, loss_mask, features: f, last_hidden, .. } =
-                self.cache.sample(self.sample_index(number, &mut order))?;
+            let sample = self.sample_index(number, &mut order);
+            samples.push(sample);
+            let Sample { input_ids, loss_mask, features: f, last_hidden, .. } = self.cache.sample(sample)?;
             let candidates = anchor_candidates(loss_mask);
             let chosen = CounterRng::new(self.settings.seed, Stream::Anchors, number)
                 .choose_sorted(candidates.len(), self.settings.num_anchors.min(candidates.len()));
@@ -114,6 +135,7 @@ impl<'a> Batches<'a> {
             Ok(Tensor::from_vec(data, (rows, width), &Device::Cpu)?.to_dtype(DType::F32)?)
         };
         Ok(MicroBatch {
+            samples,
             sequences: batch_sequences,
             loss_masks,
             features: tensor(features)?,

@@ -24,7 +24,7 @@ const SLOTS: usize = 64;
 pub fn rows(cache: &Reader, model: &TargetModel, ctx: Context<'_>) -> Result<BigramRows> {
     let mut counts: BTreeMap<u32, u64> = BTreeMap::new();
     for i in 0..cache.len() {
-        for &token in cache.sample(i)?.input_ids {
+        for &token in cache.tokens(i)?.0 {
             *counts.entry(token).or_default() += 1;
         }
     }

@@ -7,6 +7,7 @@ pub mod acceptance;
 pub mod batches;
 pub mod bigram;
 pub mod checkpoint;
+mod diagnose;
 pub mod ema;
 pub mod log;
 pub mod step;
@@ -37,6 +38,7 @@ use batches::Batches;
 use checkpoint::Checkpoints;
 use ema::MovingAverage;
 use log::{Pending, TrainLog};
+use step::{Coefficients, Trained};
 use vocabulary::Coverage;
 
 /// What a training run ended with.
@@ -208,13 +210,14 @@ impl<'a> Training<'a> {
                 problem: format!("no phase covers step {step} of {}", batches.steps),
             })?;
             let weights = step::loss_weights(phase, recipe.train.loss_decay_gamma);
+            let coefficients = Coefficients { weights, routers: step::router_weights(&recipe.train) };
             let number = step + 1;
             let measured = acceptance.as_mut().filter(|acceptance| acceptance.is_due(number));
             let is_logged = number % recipe.train.log_every == 0 || number == batches.steps || measured.is_some();
             let batch = batches.at(step)?;
-            let routers = step::router_weights(&recipe.train);
-            let done =
-                step::run(&drafter, &parameters, &head, &weights, routers, &mut optimizer, &batch, lr, is_logged)?;
+            let trained = Trained { drafter: &drafter, parameters: &parameters, head: &head };
+            let done = step::run(trained, &coefficients, &mut optimizer, &batch, lr, is_logged)
+                .map_err(|error| diagnose::explain(error, trained, &coefficients, &batches, step))?;
             if let Some(average) = &mut average {
                 average.update(&parameters, optimizer.step_count())?;
             }

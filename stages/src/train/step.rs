@@ -94,21 +94,60 @@ pub fn router_weights(train: &TrainRecipe) -> RouterWeights {
     RouterWeights { load_balance: train.load_balance.unwrap_or(0.0), z: train.router_z.unwrap_or(0.0) }
 }
 
+/// What a step trains.
+#[derive(Clone, Copy)]
+pub struct Trained<'a> {
+    /// The drafter.
+    pub drafter: &'a Drafter,
+    /// Its weights.
+    pub parameters: &'a Parameters,
+    /// The output head that the loss reads.
+    pub head: &'a LossHead,
+}
+
+/// Coefficients of the terms of a loss.
+#[derive(Debug, Clone, Copy)]
+pub struct Coefficients {
+    /// Of the drafter's terms.
+    pub weights: LossWeights,
+    /// Of the routers' terms.
+    pub routers: RouterWeights,
+}
+
 /// Runs one step; `with_acceptance` measures acceptance even where no loss term needs the target's distributions.
 ///
 /// # Errors
-/// When a gradient is missing or not finite.
+/// When a gradient is missing, or the loss or a gradient is not finite (nothing is updated then).
 pub fn run(
-    drafter: &Drafter,
-    parameters: &Parameters,
-    head: &LossHead,
-    weights: &LossWeights,
-    routers: RouterWeights,
+    trained: Trained<'_>,
+    coefficients: &Coefficients,
     optimizer: &mut Optimizer,
     batch: &[MicroBatch<'_>],
     lr: f64,
     with_acceptance: bool,
 ) -> Result<StepDone> {
+    let (sums, gradients) = gradients(trained, coefficients, batch, with_acceptance)?;
+    if !sums.loss().is_finite() {
+        let step = optimizer.step_count() + 1;
+        return Err(deepspec_models::Error::NotFinite { what: "loss".into(), step }.into());
+    }
+    let grad_norm = optimizer.update(trained.parameters, &gradients, lr)?;
+    let tokens = batch.iter().flat_map(|micro| &micro.sequences).map(|s| s.tokens.len()).sum();
+    Ok(StepDone { sums, grad_norm, tokens })
+}
+
+/// Forward and backward over a batch.
+///
+/// # Errors
+/// When a gradient is missing.
+pub(super) fn gradients(
+    trained: Trained<'_>,
+    coefficients: &Coefficients,
+    batch: &[MicroBatch<'_>],
+    with_acceptance: bool,
+) -> Result<(Sums, Gradients)> {
+    let Trained { drafter, parameters, head } = trained;
+    let Coefficients { weights, routers } = coefficients;
     let mut gradients = Gradients::default();
     let sums = match drafter {
         Drafter::Block(drafter) => Sums::Block(Box::new(block(
@@ -116,16 +155,14 @@ pub fn run(
             parameters,
             head,
             weights,
-            routers,
+            *routers,
             batch,
             with_acceptance,
             &mut gradients,
         )?)),
         Drafter::Eagle3(drafter) => Sums::Eagle3(eagle3(drafter, parameters, head, batch, &mut gradients)?),
     };
-    let grad_norm = optimizer.update(parameters, &gradients, lr)?;
-    let tokens = batch.iter().flat_map(|micro| &micro.sequences).map(|s| s.tokens.len()).sum();
-    Ok(StepDone { sums, grad_norm, tokens })
+    Ok((sums, gradients))
 }
 
 fn block(

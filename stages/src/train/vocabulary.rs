@@ -80,8 +80,8 @@ pub fn build(
 fn supervised_counts(cache: &Reader, vocab: usize, samples: std::ops::Range<u64>) -> Result<Vec<u64>> {
     let mut counts = vec![0; vocab];
     for index in samples {
-        let sample = cache.sample(index)?;
-        for (&token, _) in sample.input_ids.iter().zip(sample.loss_mask).filter(|(_, mask)| **mask == 1) {
+        let (input_ids, loss_mask) = cache.tokens(index)?;
+        for (&token, _) in input_ids.iter().zip(loss_mask).filter(|(_, mask)| **mask == 1) {
             *counts.get_mut(token as usize).ok_or(deepspec_models::Error::TokenRange { token, vocab })? += 1;
         }
     }

@@ -1,9 +1,19 @@
 //! Decode traces of the Python reference.
-#![expect(clippy::unwrap_used, reason = "helpers of tests fail as tests do")]
+#![expect(
+    clippy::disallowed_methods,
+    clippy::unwrap_used,
+    reason = "helpers of tests read the environment to find golden data and fail as tests do"
+)]
+
+use std::path::PathBuf;
 
 use serde_json::Value;
 
-use crate::tiny::golden;
+/// A part of the golden data; `DEEPSPEC_GOLDEN` names another set, which may have other sizes.
+pub(crate) fn golden(part: &str) -> PathBuf {
+    let root = std::env::var("DEEPSPEC_GOLDEN").map_or_else(|_| PathBuf::from("../models/tests/golden"), PathBuf::from);
+    root.join(part)
+}
 
 /// The traces of a folder such as `decode/dspark_vanilla`.
 pub(crate) fn traces(set: &str) -> Value {

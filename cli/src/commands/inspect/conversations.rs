@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use anyhow::{Context as _, anyhow};
-use deepspec_datasets::conversation::{Conversation, Message, Repair, Role};
+use deepspec_datasets::conversation::{Conversation, Invisible, Message, Repair, Role};
 use deepspec_datasets::jsonl::{ConversationFile, Reject, Row};
 use deepspec_datasets::renderer::{LossOn, Rendered};
 use deepspec_stages::model_source::TextSide;
@@ -31,6 +31,8 @@ struct Counts {
     with_reasoning: u64,
     messages: u64,
     characters: u64,
+    invisible: Invisible,
+    with_invisible: u64,
     repaired: u64,
     repairs: BTreeMap<String, u64>,
     reasons: BTreeMap<String, u64>,
@@ -43,6 +45,7 @@ pub(super) fn inspect(arguments: &InspectArguments, verbose: bool, context: Cont
     let mut counts = Counts::default();
     let mut rejects = Vec::new();
     let mut sample = None;
+    let mut remedy = None;
     for row in ConversationFile::open(path)? {
         context.check_interrupt("nothing was changed")?;
         let row = row.with_context(|| format!("after {} rows of `{}`", counts.rows, path.display()))?;
@@ -53,6 +56,7 @@ pub(super) fn inspect(arguments: &InspectArguments, verbose: bool, context: Cont
         match row {
             Row::Conversation(conversation, repairs) => counts.add(&conversation, &repairs),
             Row::Reject(reject) => {
+                remedy.get_or_insert(reject.reason.hint());
                 *counts.reasons.entry(reason(&reject)).or_default() += 1;
                 if verbose || rejects.len() < REJECTS_SHOWN {
                     rejects.push(vec![json!(reject.line), json!(reject.reason.to_string())]);
@@ -82,7 +86,7 @@ pub(super) fn inspect(arguments: &InspectArguments, verbose: bool, context: Cont
     }
     if counts.usable == 0 {
         let problem = format!("no row of `{}` can be used", path.display());
-        report.problem(Refusal { problem, hint: Some("see the reasons; `--verbose` lists every row".into()) });
+        report.problem(Refusal { problem, hint: remedy.map(Into::into) });
     }
     Ok(report)
 }
@@ -102,6 +106,13 @@ impl Counts {
         self.with_reasoning += u64::from(messages.iter().any(|message| message.reasoning_content.is_some()));
         self.messages += messages.len() as u64;
         self.characters += messages.iter().map(|message| message.content.chars().count() as u64).sum::<u64>();
+        let mut invisible = Invisible::default();
+        for message in messages {
+            invisible += Invisible::of(&message.content);
+            invisible += message.reasoning_content.as_deref().map(Invisible::of).unwrap_or_default();
+        }
+        self.with_invisible += u64::from(!invisible.is_none());
+        self.invisible += invisible;
         self.repaired += u64::from(!repairs.is_empty());
         for repair in repairs {
             *self.repairs.entry(without_numbers(&repair.to_string())).or_default() += 1;
@@ -129,6 +140,15 @@ impl Counts {
                 "with_reasoning": self.with_reasoning,
                 "messages": self.messages,
                 "characters": self.characters,
+            }),
+        );
+        // What `data.strip_invisible` would take out.
+        report.facts(
+            "invisible_characters",
+            json!({
+                "rows": self.with_invisible,
+                "bidi_controls": self.invisible.bidi_controls,
+                "zero_width_spaces": self.invisible.zero_width_spaces,
             }),
         );
         let rows = |counts: &BTreeMap<String, u64>| -> Vec<Vec<Value>> {
@@ -198,15 +218,19 @@ fn reason(reject: &Reject) -> String {
     without_numbers(general.map_or(reason.as_str(), |(kind, _)| kind))
 }
 
-/// The text with each run of digits replaced, so that texts that differ in numbers alone are counted as one.
+/// The text with each number replaced, so that texts that differ in numbers alone are counted as one. Digits of a name, such as
+/// `UTF-8`, stay.
 fn without_numbers(text: &str) -> String {
-    let runs: Vec<&str> = text.split(|c: char| c.is_ascii_digit()).collect();
     let mut result = String::with_capacity(text.len());
-    for (index, run) in runs.iter().enumerate() {
-        let follows_number = index > 0 && (index == 1 || !runs[index - 1].is_empty());
-        result.push_str(if follows_number { "N" } else { "" });
-        result.push_str(run);
+    let mut rest = text;
+    while let Some(start) = rest.find(|c: char| c.is_ascii_digit()) {
+        let end = rest[start..].find(|c: char| !c.is_ascii_digit()).map_or(rest.len(), |length| start + length);
+        result.push_str(&rest[..start]);
+        let is_name = result.ends_with(|c: char| c.is_alphabetic() || matches!(c, '-' | '_'));
+        result.push_str(if is_name { &rest[start..end] } else { "N" });
+        rest = &rest[end..];
     }
+    result.push_str(rest);
     result
 }
 
@@ -218,5 +242,9 @@ mod tests {
     fn numbers_do_not_split_reasons() {
         assert_eq!(without_numbers("`messages[12].content` is empty"), "`messages[N].content` is empty");
         assert_eq!(without_numbers("3 user turns joined"), "N user turns joined");
+        assert_eq!(without_numbers("not UTF-8, line 12 of 34"), "not UTF-8, line N of N");
+        assert_eq!(without_numbers("`cl100k_base` has 7"), "`cl100k_base` has N");
+        assert_eq!(without_numbers("answer 12 is empty, 3"), "answer N is empty, N");
+        assert_eq!(without_numbers("type \"mp3\" of UTF-16 at 7"), "type \"mp3\" of UTF-16 at N");
     }
 }

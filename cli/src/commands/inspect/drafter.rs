@@ -39,8 +39,8 @@ pub(super) fn inspect(folder: &Path, target: Option<&Path>) -> anyhow::Result<Re
     report.table("tensors", &["name", "shape", "type"], rows.collect());
     if let Some(lender) = &lender {
         let (drafters, targets) = (drafter.config["num_target_layers"].as_u64(), lender.config().num_hidden_layers);
-        if drafters.is_some_and(|layers| layers != targets as u64) {
-            let problem = format!("the drafter is for a target of {drafters:?} layers, `--model` has {targets}");
+        if let Some(layers) = drafters.filter(|&layers| layers != targets as u64) {
+            let problem = format!("the drafter is for a target of {layers} layers, `--model` has {targets}");
             report.problem(Refusal { problem, hint: Some("give the target that it was trained for".into()) });
         }
     }

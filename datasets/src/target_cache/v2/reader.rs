@@ -10,6 +10,7 @@ use serde_json::Value;
 
 use super::format::{INDEX_FILE, Manifest, RECORD_BYTES, Record, VERSION};
 use crate::target_cache::format::MANIFEST_FILE;
+use crate::target_cache::rows::check_rows;
 use crate::target_cache::{CacheError, Report, Sample};
 
 /// A manifest larger than this is not read into memory.
@@ -142,9 +143,10 @@ impl Reader {
     /// As [`Reader::sample`].
     pub fn tokens(&self, row: u64) -> Result<(Vec<u32>, &[u8]), CacheError> {
         let (record, [ids, _, loss_mask, ..]) = self.arrays(row)?;
-        let fault = |field, at: usize, found: i64, expected: &str| {
-            let found = format!("is {found} at position {at}");
-            Err(CacheError::Sample { sample: record.sample_id, field, found, expected: expected.into() })
+        let fault = |field: &str, at: usize, found: i64, expected: &str| {
+            let sample = record.sample_id;
+            let reason = format!("sample {sample}: `{field}` is {found} at position {at}, expected {expected}");
+            Err(CacheError::Version2 { path: self.path_of(record), reason })
         };
         let ids: Vec<i32> = ids.as_chunks().0.iter().map(|bytes| i32::from_le_bytes(*bytes)).collect();
         if let Some(at) = ids.iter().position(|&id| id < 0) {
@@ -156,21 +158,36 @@ impl Reader {
         Ok((ids.into_iter().map(|id| id as u32).collect(), loss_mask))
     }
 
-    /// The sample of row `row` of the index.
+    /// The sample of row `row` of the index, everything in it checked.
     ///
     /// # Errors
-    /// [`CacheError::NoSuchSample`], or [`CacheError::Sample`] when it holds a negative token or a mask other than 0 and 1.
+    /// [`CacheError::NoSuchSample`], or [`CacheError::Version2`] when it holds a negative token, a mask with other values than it has or rows
+    /// that are no target's (see [`rows`](crate::target_cache::rows)).
     pub fn sample(&self, row: u64) -> Result<Decoded, CacheError> {
         let (record, [_, attention_mask, _, features, last_hidden]) = self.arrays(row)?;
         let (input_ids, loss_mask) = self.tokens(row)?;
+        if let Some(at) = attention_mask.iter().position(|&mask| mask != 1) {
+            let (sample, found) = (record.sample_id, attention_mask[at]);
+            let reason = format!("sample {sample}: `attention_mask` is {found} at position {at}, expected 1");
+            return Err(CacheError::Version2 { path: self.path_of(record), reason });
+        }
+        let (features, last_hidden) = (bf16_values(features), bf16_values(last_hidden));
+        let Manifest { target_layer_ids, hidden_size, .. } = &self.manifest;
+        check_rows(record.sample_id, target_layer_ids, *hidden_size, &features, &last_hidden)
+            .map_err(|fault| CacheError::Version2 { path: self.path_of(record), reason: fault.to_string() })?;
         Ok(Decoded {
             sample_id: record.sample_id,
             input_ids,
             attention_mask: attention_mask.into(),
             loss_mask: loss_mask.into(),
-            features: bf16_values(features),
-            last_hidden: bf16_values(last_hidden),
+            features,
+            last_hidden,
         })
+    }
+
+    /// The shard that holds a sample.
+    fn path_of(&self, record: &Record) -> PathBuf {
+        self.shards.get(&record.shard_id).map_or_else(|| self.dir.join(INDEX_FILE), |shard| shard.path.clone())
     }
 
     fn arrays(&self, row: u64) -> Result<(&Record, [&[u8]; 5]), CacheError> {
@@ -196,14 +213,6 @@ pub fn check(dir: &Path) -> Result<Report, CacheError> {
         match reader.sample(row) {
             Err(problem) => report.problems.push(problem),
             Ok(sample) => {
-                let not_finite = |values: &[bf16]| values.iter().position(|value| !value.is_finite());
-                for (field, values) in [("features", &sample.features), ("last_hidden", &sample.last_hidden)] {
-                    if let Some(at) = not_finite(values) {
-                        let found = format!("is {} at number {at}", values[at]);
-                        let (sample, expected) = (sample.sample_id, "finite numbers".into());
-                        report.problems.push(CacheError::Sample { sample, field, found, expected });
-                    }
-                }
                 report.samples += 1;
                 report.tokens += sample.input_ids.len() as u64;
                 report.supervised_tokens += sample.loss_mask.iter().map(|&mask| u64::from(mask)).sum::<u64>();
@@ -228,6 +237,13 @@ fn check_record(manifest: &Manifest, record: &Record, shards: &HashMap<u32, Shar
         if offset.checked_add(length).is_none_or(|last| last > end) {
             let name = shard.path.display();
             return Err(format!("{length} bytes at {offset} are not inside `{name}`, which has {end}"));
+        }
+    }
+    // Arrays lie one behind the other, so lengths that the manifest or the record get wrong show here.
+    for (at, length) in lengths.into_iter().enumerate().take(lengths.len() - 1) {
+        let (start, next) = (record.offsets[at], record.offsets[at + 1]);
+        if start.checked_add(length) != Some(next) {
+            return Err(format!("array {} starts at {next}, expected {length} bytes after {start}", at + 1));
         }
     }
     Ok(())

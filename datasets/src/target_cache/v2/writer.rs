@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 
 use super::format::{INDEX_FILE, Manifest, Record, ShardEntry, shard_name};
 use crate::target_cache::format::MANIFEST_FILE;
+use crate::target_cache::rows::check_rows;
 use crate::target_cache::{CacheError, Sample, disk};
 
 /// Size that the reference's shards do not exceed.
@@ -47,11 +48,12 @@ impl Writer {
     /// Appends a sample.
     ///
     /// # Errors
-    /// [`CacheError::Sample`] when an array has not the length that the description implies or a token does not fit,
+    /// [`CacheError::Sample`] when an array has not the length that the description implies, a token does not fit or a row is no
+    /// target's,
     /// [`CacheError::DiskFull`] or [`CacheError::Io`].
     pub fn append(&mut self, sample: &Sample<'_>) -> Result<(), CacheError> {
         let fault = |field, found: String, expected: String| {
-            Err(CacheError::Sample { sample: sample.sample_id, field, found, expected })
+            Err(CacheError::Sample { shard: None, sample: sample.sample_id, field, found, expected })
         };
         let tokens = sample.input_ids.len();
         if tokens == 0 || tokens > self.manifest.max_length {
@@ -77,6 +79,8 @@ impl Writer {
                 return fault(field, format!("has {} bytes", array.len()), length.to_string());
             }
         }
+        let Manifest { target_layer_ids, hidden_size, .. } = &self.manifest;
+        check_rows(sample.sample_id, target_layer_ids, *hidden_size, sample.features, sample.last_hidden)?;
         let total: u64 = lengths.iter().sum();
         if self.shard.as_ref().is_some_and(|(_, written)| written + total > self.max_shard_bytes) {
             self.close_shard()?;

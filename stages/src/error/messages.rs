@@ -1,0 +1,133 @@
+//! How the messages of this crate read, over every variant: a new one is in no arm here, and does not compile without.
+
+use std::io;
+use std::path::PathBuf;
+
+use super::Error;
+use crate::eval::confidence::ConfidenceError;
+use crate::train::tensorboard::EventFileError;
+
+/// A sample of each variant, and whether there is something that the user can do.
+macro_rules! samples {
+    ($error:ident: $($pattern:pat => ($sample:expr, $has_hint:expr)),+ $(,)?) => {{
+        // Without a wildcard: a new variant has to be added below, with a sample.
+        let _every_variant = |error: &$error| match error { $($pattern => ()),+ };
+        vec![$({
+            let sample: $error = $sample;
+            assert!(matches!(&sample, $pattern), "a sample of another variant: {sample:?}");
+            (sample.to_string(), sample.hint(), $has_hint)
+        }),+]
+    }};
+}
+
+/// A path and a name as they stand in the samples; in messages they are in backticks.
+const PATH: &str = "/folder/file.gguf";
+const NAME: &str = "some_name";
+
+fn path() -> PathBuf {
+    PATH.into()
+}
+
+/// What is wrong with the form of a message or a hint.
+pub(crate) fn faults(text: &str) -> Vec<&'static str> {
+    let mut faults = Vec::new();
+    let starts = |c: char| c.is_lowercase() || c.is_ascii_digit() || c == '`';
+    if !text.chars().next().is_some_and(starts) {
+        faults.push("starts with a capital or with nothing");
+    }
+    if text.ends_with(['.', '!', ' ', '\n']) {
+        faults.push("ends with a full stop or a space");
+    }
+    if ["Some(", "None", "Ok(", "Err(", "\\\"", "\\n", " { ", "PathBuf"].iter().any(|leak| text.contains(leak)) {
+        faults.push("shows how a value is held");
+    }
+    for name in [PATH, NAME] {
+        for (at, _) in text.match_indices(name) {
+            if text[..at].matches('`').count().is_multiple_of(2) {
+                faults.push("has a name or a path without backticks");
+            }
+        }
+    }
+    faults
+}
+
+fn check(samples: Vec<(String, Option<String>, bool)>) {
+    for (message, hint, has_hint) in samples {
+        assert!(faults(&message).is_empty(), "{:?}: {message}", faults(&message));
+        assert_eq!(hint.is_some(), has_hint, "the hint of: {message}");
+        if let Some(hint) = hint {
+            assert!(faults(&hint).is_empty(), "{:?}: {hint}", faults(&hint));
+        }
+    }
+}
+
+#[test]
+fn every_message_reads_as_the_others_do() {
+    let hint = || Some("do otherwise".to_owned());
+    let problem = || "it is not as it should be".to_owned();
+    check(samples! {Error:
+        Error::Interrupted { .. } => (Error::Interrupted { safe: "all answers are saved" }, true),
+        Error::Io(_) => (io::Error::new(io::ErrorKind::NotFound, format!("failed to open file `{PATH}`")).into(), false),
+        Error::Recipe { .. } => (Error::Recipe { origin: format!("`{PATH}`"), problem: problem() }, true),
+        Error::ModelSource { .. } => (Error::ModelSource { model: NAME.into(), problem: problem(), hint: hint() }, true),
+        Error::RunDir { .. } => (Error::RunDir { path: path(), problem: problem(), hint: hint() }, true),
+        Error::Mismatch { .. } => ({
+            let what = "the size of the vocabulary".to_owned();
+            Error::Mismatch { what, left: "8 here".into(), right: "9 there".into(), hint: hint() }
+        }, true),
+        Error::Calibration { .. } => (Error::Calibration { path: path(), problem: problem() }, true),
+        Error::Memory { .. } =>
+            (Error::Memory { what: "caches".into(), needed: 9, available: 8, hint: "give less".into() }, true),
+        Error::ApiKey { .. } => (crate::serve::ApiKey::new("").unwrap_err(), true),
+        Error::DrafterFailed { .. } =>
+            (Error::DrafterFailed { reason: "drafter `dspark` failed: it gave no number".into(), requests: 3 }, true),
+        Error::Input(_) => (Error::Input(problem()), false),
+        Error::Engine(_) => (Error::Engine("no weights to average".into()), false),
+        Error::Model(_) => (deepspec_models::Error::TokenRange { token: 9, vocab: 8 }.into(), true),
+        Error::Dataset(_) => (deepspec_datasets::Error::NoRows { path: path() }.into(), true),
+        Error::Cache(_) => (deepspec_datasets::target_cache::CacheError::NotACache { dir: path() }.into(), true),
+        Error::Confidence(_) => (ConfidenceError::NotAProbability { position: 0, value: 2.0 }.into(), true),
+        Error::EventFile(_) => (EventFileError::NotAnEventFile { path: path() }.into(), true),
+    });
+}
+
+#[test]
+fn every_message_about_metrics_reads_as_the_others_do() {
+    check(samples! {ConfidenceError:
+        ConfidenceError::NotAProbability { .. } => (ConfidenceError::NotAProbability { position: 0, value: f64::NAN }, true),
+        ConfidenceError::TooMany { .. } =>
+            (ConfidenceError::TooMany { what: "the number of accepted tokens", found: 9, limit: 8 }, false),
+    });
+    check(samples! {EventFileError:
+        EventFileError::Io(_) => (io::Error::other(format!("failed to write `{PATH}`")).into(), false),
+        EventFileError::NotAnEventFile { .. } => (EventFileError::NotAnEventFile { path: path() }, true),
+        EventFileError::Corrupt { .. } =>
+            (EventFileError::Corrupt { path: path(), offset: 9, found: 1, expected: 2 }, true),
+    });
+}
+
+/// Messages that are put together where they arise.
+#[test]
+fn a_run_that_is_not_there_is_told_with_those_that_are() {
+    let folder = tempfile::tempdir().unwrap();
+    let run = folder.path().join("runs/mine");
+    let error = |path: &PathBuf| crate::run_dir::RunDir::saved_recipe(path).unwrap_err();
+    let absent = error(&run);
+    assert!(absent.to_string().contains("there is no such folder"), "{absent}");
+    assert!(absent.hint().unwrap().contains("deepspec prepare --run"), "{absent}");
+    for name in ["b", "a"] {
+        fs_err::create_dir_all(folder.path().join("runs").join(name)).unwrap();
+        fs_err::write(folder.path().join("runs").join(name).join("recipe.toml"), "").unwrap();
+    }
+    let hint = error(&run).hint().unwrap();
+    let (a, b) = (folder.path().join("runs/a"), folder.path().join("runs/b"));
+    assert!(hint.ends_with(&format!("there is `{}`, `{}`", a.display(), b.display())), "{hint}");
+    fs_err::create_dir(&run).unwrap();
+    assert!(error(&run).to_string().contains("not a run folder: it has no `recipe.toml`"));
+    let file = folder.path().join("file");
+    fs_err::write(&file, "").unwrap();
+    assert!(error(&file).to_string().contains("not a run folder, but a file"));
+    for error in [error(&run), error(&file), absent] {
+        assert!(faults(&error.to_string()).is_empty() && faults(&error.hint().unwrap()).is_empty(), "{error}");
+    }
+}
