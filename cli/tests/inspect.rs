@@ -252,6 +252,39 @@ fn drafters_show_their_layout_and_layers_in_every_convention() {
     assert_eq!(*fc, json!({ "name": "fc.weight", "shape": [8, 16], "type": "BF16" }));
 }
 
+/// Overwrites a stored half of a tensor of a safetensors file.
+fn poison(file: &Path, tensor: &str, place: usize, half: u16) {
+    let mut bytes = fs_err::read(file).unwrap();
+    let header = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    let entries: Value = serde_json::from_slice(&bytes[8..8 + header]).unwrap();
+    let start = entries[tensor]["data_offsets"][0].as_u64().unwrap() as usize;
+    let at = 8 + header + start + 2 * place;
+    bytes[at..at + 2].copy_from_slice(&half.to_le_bytes());
+    fs_err::write(file, bytes).unwrap();
+}
+
+#[test]
+fn every_tensor_with_values_that_are_not_finite_is_a_problem() {
+    let (_guard, dir) = folder();
+    write_drafter(&dir, &drafter_tensors());
+    let file = dir.join("model.safetensors");
+    poison(&file, "fc.weight", 16 * 3 + 5, 0x7fc0);
+    poison(&file, "markov_head.markov_w1.weight", 2 * 7, 0xff80);
+    poison(&file, "markov_head.markov_w1.weight", 2 * 7 + 1, 0x7f80);
+    // The largest value is one.
+    poison(&file, "norm.weight", 0, 0x7f7f);
+    let report = report(&dir, &[], 1);
+    let problems = problems(&report);
+    assert_eq!(problems.len(), 2, "{report}");
+    assert!(
+        problems[0].contains("tensor `fc.weight` holds NaN (1 of its values), the first at row 3, column 5"),
+        "{report}"
+    );
+    let second = "tensor `markov_head.markov_w1.weight` holds infinity (2 of its values), the first at row 7, column 0";
+    assert!(problems[1].contains(second) && problems[1].contains("model.safetensors"), "{report}");
+    assert_eq!(run(&["inspect", dir.to_str().unwrap()]).status.code(), Some(1));
+}
+
 #[test]
 fn draft_vocabularies_are_shown_and_checked() {
     let (_guard, dir) = folder();

@@ -23,12 +23,20 @@ use crate::{
 pub struct RopeFrequencies {
     inverse: Arc<[f32]>,
     head_dim: usize,
+    /// What cosines and sines are multiplied by.
+    scale: f64,
 }
 
 impl RopeFrequencies {
     /// Frequencies given one per rotated pair; `head_dim` is the whole head.
     pub fn new(inverse: Vec<f32>, head_dim: usize) -> Self {
-        Self { inverse: inverse.into(), head_dim }
+        Self { inverse: inverse.into(), head_dim, scale: 1.0 }
+    }
+
+    /// The same with cosines and sines multiplied by `scale`, which scales the scores of rotated dimensions by its square.
+    #[must_use]
+    pub fn scaled(self, scale: f64) -> Self {
+        Self { scale, ..self }
     }
 
     /// The plain frequencies θ^(−2i/rotated), i < rotated/2.
@@ -48,8 +56,8 @@ impl RopeFrequencies {
             for &frequency in self.inverse.iter() {
                 // The product is rounded to f32 as in the reference implementations, the functions of it are not.
                 let angle = f64::from(position as f32 * frequency);
-                cos.push(angle.cos() as f32);
-                sin.push(angle.sin() as f32);
+                cos.push((angle.cos() * self.scale) as f32);
+                sin.push((angle.sin() * self.scale) as f32);
             }
         }
         RopeAngles {

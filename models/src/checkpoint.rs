@@ -80,8 +80,30 @@ pub fn replace_folder(dir: impl AsRef<Path>, write: impl FnOnce(&Path) -> Result
 /// A tensor is not f32, f16, bf16, i64 or u8, two share a name, or the disk refuses.
 pub fn write_tensors(path: &Path, tensors: &[(impl AsRef<str>, Tensor)]) -> Result<()> {
     let by_name = contiguous(path, tensors)?;
-    safetensors::serialize_to_file(views(&by_name), Some(metadata()), path)
-        .map_err(|source| Error::Safetensors { path: path.into(), source: Box::new(source) })?;
+    write_views(path, views(&by_name))
+}
+
+/// Writes a safetensors file, flushed to the disk. The library makes the file for its owner's eyes alone; it gets the mode that any
+/// new file of the process gets, or keeps that of the one it replaces.
+pub(crate) fn write_views<S: AsRef<str> + Ord + std::fmt::Display>(
+    path: &Path,
+    views: impl IntoIterator<Item = (S, impl View)>,
+) -> Result<()> {
+    let (is_new, mode) = match fs_err::OpenOptions::new().write(true).create_new(true).open(path) {
+        Ok(file) => (true, file.metadata()?.permissions()),
+        Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {
+            (false, fs_err::metadata(path)?.permissions())
+        }
+        Err(error) => return Err(error.into()),
+    };
+    if let Err(source) = safetensors::serialize_to_file(views, Some(metadata()), path) {
+        if is_new {
+            // The first error is the one to report.
+            _ = fs_err::remove_file(path);
+        }
+        return Err(Error::Safetensors { path: path.into(), source: Box::new(source) });
+    }
+    fs_err::set_permissions(path, mode)?;
     fs_err::OpenOptions::new().write(true).open(path)?.sync_all()?;
     Ok(())
 }

@@ -6,8 +6,9 @@
 pub mod draft;
 pub mod drafter;
 pub mod eagle3;
-mod fields;
+pub(crate) mod fields;
 mod moe;
+mod neutral;
 pub mod rope;
 
 use std::path::Path;
@@ -19,9 +20,12 @@ pub use self::drafter::DrafterConfig;
 pub use self::eagle3::Eagle3Config;
 use self::fields::Fields;
 pub use self::moe::MoeConfig;
-pub use self::rope::{RopeConfig, RopeScaling};
+pub use self::rope::{RopeConfig, RopeScaling, YarnScaling};
 use crate::error::{Error, Result};
 use crate::gguf::Gguf;
+
+/// Most layers that a file may state; far more than any model has, and few enough to list their tensors.
+const MAX_LAYERS: usize = 4096;
 
 /// Architecture of a target.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -153,6 +157,13 @@ impl TargetConfig {
                 ));
             }
         };
+        if fields.optional_string("model_type")?.is_some_and(|kind| kind != family.model_type()) {
+            return Err(fields.disagrees("model_type", &fields, "architectures"));
+        }
+        if let Some(flag) = fields.optional_flag("qk_norm")?.filter(|&flag| flag != (family == Family::Qwen3)) {
+            return Err(fields.unsupported("qk_norm", flag.to_string(), "what the architecture has"));
+        }
+        neutral::check_dense(&fields)?;
         let config = Self::from_fields(&fields, family)?;
         if fields.flag("use_sliding_window", false)? && fields.optional_size("sliding_window")?.is_some() {
             let first = fields.optional_size("max_window_layers")?.unwrap_or(0);
@@ -163,6 +174,7 @@ impl TargetConfig {
         if let Some(other) = fields.strings("layer_types")?.iter().find(|kind| **kind != "full_attention") {
             return Err(fields.unsupported("layer_types", *other, "`full_attention`"));
         }
+        check_layer_types(&fields, config.num_hidden_layers)?;
         Ok(config)
     }
 
@@ -175,6 +187,7 @@ impl TargetConfig {
         if fields.get("quantization_config").is_some() {
             return Err(fields.unsupported("quantization_config", "present", "weights stored as f32, f16 or bf16"));
         }
+        neutral::check(fields)?;
         if fields.flag("rope_interleaved", false)? {
             return Err(fields.unsupported("rope_interleaved", "true", "half-split rotation"));
         }
@@ -251,6 +264,8 @@ impl TargetConfig {
             }
         }
 
+        check_gguf_keys(gguf, arch)?;
+
         let hidden_size = size("embedding_length")?;
         let num_attention_heads = size("attention.head_count")?;
         let head_dim = optional("attention.key_length")?.unwrap_or(hidden_size / num_attention_heads);
@@ -316,6 +331,14 @@ impl TargetConfig {
     }
 
     fn validate(&self, path: &Path) -> Result<()> {
+        if self.num_hidden_layers > MAX_LAYERS {
+            return Err(Error::field(
+                path,
+                "num_hidden_layers",
+                self.num_hidden_layers,
+                format!("at most {MAX_LAYERS}"),
+            ));
+        }
         let kv = self.num_key_value_heads;
         if kv == 0 || !self.num_attention_heads.is_multiple_of(kv) {
             let expected = format!("a divisor of the {} attention heads", self.num_attention_heads);
@@ -373,6 +396,54 @@ impl TargetConfig {
         self.rope.write(&mut json);
         json
     }
+}
+
+/// `layer_types` names one type per layer, where it is there.
+fn check_layer_types(fields: &Fields, layers: usize) -> Result<()> {
+    match fields.strings("layer_types")?.len() {
+        0 => Ok(()),
+        count if count == layers => Ok(()),
+        _ => Err(fields.disagrees("layer_types", fields, "num_hidden_layers")),
+    }
+}
+
+/// Refuses metadata of other architectures that would change the numbers.
+fn check_gguf_keys(gguf: &Gguf, arch: &str) -> Result<()> {
+    const KEYS: [(&str, f64); 12] = [
+        ("attention.scale", 0.0),
+        ("attention.clamp_kqv", 0.0),
+        ("attention.max_alibi_bias", 0.0),
+        ("attention.value_scale", 1.0),
+        ("attention.temperature_scale", 0.0),
+        ("attn_logit_softcapping", 0.0),
+        ("final_logit_softcapping", 0.0),
+        ("logit_scale", 1.0),
+        ("residual_scale", 1.0),
+        ("embedding_scale", 1.0),
+        ("attention.layer_norm_epsilon", f64::NAN),
+        ("attention.shared_kv_layers", 0.0),
+    ];
+    for (name, neutral) in KEYS {
+        let key = format!("{arch}.{name}");
+        if let Some(value) = gguf.metadata(&key).filter(|value| value.as_f64() != Some(neutral)) {
+            let (path, found) = (gguf.path().into(), value.describe());
+            let supported = "models without it, as `llama` and `qwen3` are";
+            return Err(Error::Unsupported { path, field: key, found, supported });
+        }
+    }
+    for (name, neutral) in [("attention.causal", true), ("use_parallel_residual", false)] {
+        let key = format!("{arch}.{name}");
+        if let Some(found) = gguf.bool(&key)?.filter(|&found| found != neutral) {
+            let supported = if neutral { "`true`" } else { "`false`" };
+            return Err(Error::Unsupported {
+                path: gguf.path().into(),
+                field: key,
+                found: found.to_string(),
+                supported,
+            });
+        }
+    }
+    Ok(())
 }
 
 /// Reads a JSON file whose errors name it.

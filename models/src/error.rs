@@ -54,6 +54,20 @@ pub enum Error {
         /// Legal range or type.
         expected: String,
     },
+    /// Two fields of a file that mean the same say different things.
+    #[error("`{}`: `{left}` is {left_value}, but `{right}` is {right_value}", path.display())]
+    FieldsDisagree {
+        /// File that was read.
+        path: PathBuf,
+        /// One field or metadata key.
+        left: String,
+        /// Its value, as written.
+        left_value: String,
+        /// The other one.
+        right: String,
+        /// Its value, as written.
+        right_value: String,
+    },
     /// A field asks for something that exists elsewhere but is not implemented here.
     #[error("`{}`: `{field}` is `{found}`, which is not supported, only {supported}", path.display())]
     Unsupported {
@@ -175,6 +189,20 @@ pub enum Error {
         /// Types that are read.
         expected: &'static str,
     },
+    /// A tensor holds values that are not numbers, or infinite.
+    #[error("`{}`: tensor `{tensor}` holds {}, the first at {}", path.display(), not_finite_text(*nan, *infinite), index_text(first))]
+    WeightsNotFinite {
+        /// File that holds the tensor.
+        path: PathBuf,
+        /// Its name in the file.
+        tensor: String,
+        /// Values that are not numbers.
+        nan: usize,
+        /// Infinite values.
+        infinite: usize,
+        /// Index of the first of either kind: row, column.
+        first: Vec<usize>,
+    },
     /// A tensor of whole numbers holds one that cannot be.
     #[error("`{}`: entry {entry} of tensor `{tensor}` is {found}, expected {expected}", path.display())]
     TensorEntry {
@@ -255,6 +283,24 @@ pub enum Error {
     },
 }
 
+/// For the message of [`Error::WeightsNotFinite`].
+fn not_finite_text(nan: usize, infinite: usize) -> String {
+    match (nan, infinite) {
+        (nan, 0) => format!("NaN ({nan} of its values)"),
+        (0, infinite) => format!("infinity ({infinite} of its values)"),
+        (nan, infinite) => format!("NaN and infinity ({nan} and {infinite} of its values)"),
+    }
+}
+
+/// For the message of [`Error::WeightsNotFinite`].
+fn index_text(index: &[usize]) -> String {
+    match index {
+        [row, column] => format!("row {row}, column {column}"),
+        [entry] => format!("entry {entry}"),
+        other => format!("index {other:?}"),
+    }
+}
+
 /// For the message of [`Error::Layout`].
 fn fits_text(fits: &[&str]) -> String {
     if fits.is_empty() { "no known layout".into() } else { format!("several layouts at once ({})", fits.join(", ")) }
@@ -308,9 +354,13 @@ impl Error {
             Self::TensorMissing { .. } | Self::TensorShape { .. } | Self::TensorsUnused { .. } => {
                 "check that config.json and the weights belong to the same checkpoint"
             }
+            Self::WeightsNotFinite { .. } => {
+                "the file is damaged or its training diverged: fetch it again, or take an earlier checkpoint"
+            }
             Self::TensorEntry { .. } => "take the checkpoint's tensors from one and the same training run",
             Self::TensorDtype { .. } => "convert the checkpoint to one of the types named",
             Self::FieldMissing { .. } | Self::FieldValue { .. } => "correct the field or fetch the original file again",
+            Self::FieldsDisagree { .. } => "keep the one that the weights were trained with, or let both say the same",
             Self::Unsupported { .. } => "use another model, or a conversion of this one that avoids it",
             Self::CacheFull { .. } => "raise the context capacity or shorten the prompt and the number of new tokens",
             Self::TokenRange { .. } => "check that tokenizer and model belong together",

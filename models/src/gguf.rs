@@ -40,7 +40,18 @@ pub enum Value {
 }
 
 impl Value {
-    fn describe(&self) -> String {
+    /// Any number.
+    pub(crate) fn as_f64(&self) -> Option<f64> {
+        match *self {
+            Self::Unsigned(v) => Some(v as f64),
+            Self::Signed(v) => Some(v as f64),
+            Self::F32(v) => Some(v.into()),
+            Self::F64(v) => Some(v),
+            Self::Bool(_) | Self::String(_) | Self::Array(_) => None,
+        }
+    }
+
+    pub(crate) fn describe(&self) -> String {
         match self {
             Self::Unsigned(v) => v.to_string(),
             Self::Signed(v) => v.to_string(),

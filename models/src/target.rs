@@ -90,9 +90,10 @@ impl TargetEnds {
     }
 }
 
-/// Inverse frequencies as the configuration has them, scaling applied.
+/// Inverse frequencies and size of the rotation as the configuration has them, scaling applied.
 pub fn rope_frequencies(config: &TargetConfig) -> RopeFrequencies {
-    RopeFrequencies::new(config.rope.inverse_frequencies(config.head_dim), config.head_dim)
+    let frequencies = RopeFrequencies::new(config.rope.inverse_frequencies(config.head_dim), config.head_dim);
+    frequencies.scaled(config.rope.attention_factor())
 }
 
 /// Head sizes of a configuration.

@@ -5,6 +5,7 @@
 //! families, the drafters and [`crate::checkpoint`].
 
 mod assemble;
+mod finite;
 
 use std::collections::BTreeMap;
 use std::ops::{Deref, Range};
@@ -47,6 +48,8 @@ struct Entry {
     shape: Vec<usize>,
     place: Place,
     used: AtomicBool,
+    /// Whether the values are known to be finite.
+    is_checked: AtomicBool,
 }
 
 #[derive(Debug, Clone)]
@@ -55,6 +58,9 @@ enum Place {
         bytes: Arc<Bytes>,
         range: Range<usize>,
         dtype: Dtype,
+        /// Name in the file, and the row of it that `range` begins with.
+        name: String,
+        first_row: usize,
     },
     Gguf {
         file: Arc<Gguf>,
@@ -66,7 +72,13 @@ enum Place {
 
 /// A safetensors file: mapped, or one that was never written.
 #[derive(Debug)]
-enum Bytes {
+struct Bytes {
+    path: PathBuf,
+    content: Content,
+}
+
+#[derive(Debug)]
+enum Content {
     File(Mmap),
     Memory(Vec<u8>),
 }
@@ -75,9 +87,9 @@ impl Deref for Bytes {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        match self {
-            Self::File(map) => map,
-            Self::Memory(bytes) => bytes,
+        match &self.content {
+            Content::File(map) => map,
+            Content::Memory(bytes) => bytes,
         }
     }
 }
@@ -123,7 +135,7 @@ impl Weights {
         let mut entries = BTreeMap::new();
         for file in &files {
             let path = folder.join(file);
-            for (name, entry) in shard_entries(&path, Bytes::File(map_file(&path)?))? {
+            for (name, entry) in shard_entries(&path, Content::File(map_file(&path)?))? {
                 if let Some(listed) = index.as_ref().map(|index| index.get(&name))
                     && listed != Some(file)
                 {
@@ -149,7 +161,7 @@ impl Weights {
     /// The bytes are no safetensors file.
     pub fn from_bytes(name: &str, bytes: Vec<u8>, dtype: DType, device: &Device) -> Result<Self> {
         let path = PathBuf::from(name);
-        let entries = shard_entries(&path, Bytes::Memory(bytes))?.into_iter().collect();
+        let entries = shard_entries(&path, Content::Memory(bytes))?.into_iter().collect();
         Ok(Self { path, dtype, device: device.clone(), entries })
     }
 
@@ -205,15 +217,15 @@ impl Weights {
         self.entries.get(name).map(|entry| entry.shape.as_slice())
     }
 
-    /// The tensor `name`, which must have exactly `shape` and a float type.
+    /// The tensor `name`, which must have exactly `shape` and a float type. All its values are checked.
     ///
     /// # Errors
-    /// It is missing, has another shape, or is stored in a type that is not read.
+    /// It is missing, has another shape, is stored in a type that is not read, or holds values that are not finite.
     pub fn get(&self, name: &str, shape: &[usize]) -> Result<Tensor> {
         let entry = self.entry(name, shape)?;
         let context = || Error::tensor(format!("cannot load tensor `{name}` of `{}`", self.path.display()));
         let tensor = match &entry.place {
-            Place::Shard { bytes, range, dtype } => {
+            Place::Shard { bytes, range, dtype, .. } => {
                 let stored = match dtype {
                     Dtype::F32 => DType::F32,
                     Dtype::F16 => DType::F16,
@@ -227,12 +239,14 @@ impl Weights {
                         });
                     }
                 };
+                entry.check_finite()?;
                 Tensor::from_raw_buffer(&bytes[range.clone()], stored, shape, &self.device)
                     .and_then(|tensor| tensor.to_dtype(self.dtype))
                     .map_err(context())?
             }
             Place::Gguf { file, name, interleaved_heads } => {
                 let tensor = file.tensor_f32(name)?;
+                entry.check_finite_values(&tensor)?;
                 let tensor = match interleaved_heads {
                     Some(heads) => half_split_rows(&tensor, *heads).map_err(context())?,
                     None => tensor,
@@ -254,7 +268,7 @@ impl Weights {
             let (path, tensor) = (self.path.clone(), name.into());
             Err(Error::TensorDtype { path, tensor, found, expected: "I64, I32, U8 or BOOL" })
         };
-        let Place::Shard { bytes, range, dtype } = &entry.place else { return refuse(entry.stored().1) };
+        let Place::Shard { bytes, range, dtype, .. } = &entry.place else { return refuse(entry.stored().1) };
         let bytes = &bytes[range.clone()];
         let numbers = match dtype {
             Dtype::I64 => bytes.as_chunks().0.iter().map(|bytes| i64::from_le_bytes(*bytes)).collect(),
@@ -288,11 +302,16 @@ impl Weights {
     /// States that the model is complete.
     ///
     /// # Errors
-    /// Tensors were not asked for; all are named. Rotary frequency buffers may stay unused.
+    /// Tensors were not asked for; all are named. Rotary frequency buffers may stay unused. Or one that was skipped holds values
+    /// that are not finite: others than this program would read it.
     pub fn finish(&self) -> Result<()> {
         let unused = self.entries.iter().filter(|(_, entry)| !entry.used.load(Ordering::Relaxed));
         let tensors: Vec<String> = unused.map(|(name, _)| name.clone()).filter(|name| !is_derived(name)).collect();
-        if tensors.is_empty() { Ok(()) } else { Err(Error::TensorsUnused { path: self.path.clone(), tensors }) }
+        if !tensors.is_empty() {
+            return Err(Error::TensorsUnused { path: self.path.clone(), tensors });
+        }
+        let skipped = |entry: &&Entry| entry.used.load(Ordering::Relaxed) && !entry.is_checked.load(Ordering::Relaxed);
+        self.entries.values().filter(skipped).try_for_each(Entry::check_finite)
     }
 
     /// A stable identity of config and weights: 16 hexadecimal digits.
@@ -324,13 +343,13 @@ impl Weights {
 
 impl Entry {
     fn new(shape: Vec<usize>, place: Place) -> Self {
-        Self { shape, place, used: AtomicBool::new(false) }
+        Self { shape, place, used: AtomicBool::new(false), is_checked: AtomicBool::new(false) }
     }
 
     /// Bytes and type of a tensor as stored.
     fn stored(&self) -> (&[u8], String) {
         match &self.place {
-            Place::Shard { bytes, range, dtype } => (&bytes[range.clone()], format!("{dtype:?}")),
+            Place::Shard { bytes, range, dtype, .. } => (&bytes[range.clone()], format!("{dtype:?}")),
             Place::Gguf { file, name, .. } => {
                 let bytes = file.tensor_bytes(name).unwrap_or_default();
                 (bytes, file.tensor_info(name).map_or_else(String::new, |info| format!("ggml {}", info.type_id)))
@@ -345,14 +364,17 @@ pub(crate) fn is_derived(name: &str) -> bool {
 }
 
 /// The tensors of a safetensors file.
-fn shard_entries(path: &Path, bytes: Bytes) -> Result<Vec<(String, Entry)>> {
+fn shard_entries(path: &Path, content: Content) -> Result<Vec<(String, Entry)>> {
     let fail = |source| Error::Safetensors { path: path.into(), source: Box::new(source) };
+    let bytes = Bytes { path: path.into(), content };
     let (header, metadata) = SafeTensors::read_metadata(&bytes).map_err(fail)?;
     let (data_start, bytes) = (size_of::<u64>() + header, Arc::new(bytes));
     let entry = |(name, info): (String, &TensorInfo)| {
         let (start, end) = info.data_offsets;
         let range = data_start + start..data_start + end;
-        (name, Entry::new(info.shape.clone(), Place::Shard { bytes: Arc::clone(&bytes), range, dtype: info.dtype }))
+        let bytes = Arc::clone(&bytes);
+        let place = Place::Shard { bytes, range, dtype: info.dtype, name: name.clone(), first_row: 0 };
+        (name, Entry::new(info.shape.clone(), place))
     };
     Ok(metadata.tensors().into_iter().map(entry).collect())
 }

@@ -1,5 +1,7 @@
 //! A recipe's drafter: its configuration, and a trained checkpoint loaded for inference. [`Drafter`] holds one of any kind.
 
+pub mod limits;
+
 use std::path::Path;
 
 use candle_core::{DType, Device, Tensor};
@@ -151,6 +153,13 @@ fn block_config(recipe: &Recipe, target: &TargetConfig) -> Result<DraftConfig> {
     let draft = &recipe.draft;
     let dspark = draft.algorithm == Algorithm::Dspark;
     let markov_rank = if dspark { draft.markov_rank } else { 0 };
+    if markov_rank > target.vocab_size {
+        let problem = format!(
+            "`draft.markov_rank` is {markov_rank}, allowed: at most the target's vocabulary of {}",
+            target.vocab_size
+        );
+        return Err(Error::Recipe { origin: "for this target".into(), problem });
+    }
     let mut body = DraftConfig::body_of(target, draft.num_layers);
     body.qk_norm = draft.qk_norm;
     let config = DraftConfig {

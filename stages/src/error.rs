@@ -72,6 +72,14 @@ pub enum Error {
         /// What to do.
         hint: Option<String>,
     },
+    /// A checkpoint cannot be the start of a training run, since its tensors mean something else.
+    #[error("cannot start from `{}`: {}", folder.display(), differences.join("; "))]
+    OtherStart {
+        /// The checkpoint.
+        folder: PathBuf,
+        /// Everything that differs, each with both sides.
+        differences: Vec<String>,
+    },
     /// The table of confidence temperatures beside a checkpoint cannot be used.
     #[error("calibration `{}`: {problem}", path.display())]
     Calibration {
@@ -164,6 +172,10 @@ impl Error {
         match self {
             Self::Interrupted { .. } => Some("run the same command again to go on from there".into()),
             Self::ModelSource { hint, .. } | Self::RunDir { hint, .. } | Self::Mismatch { hint, .. } => hint.clone(),
+            Self::OtherStart { .. } => Some(
+                "set the keys of the recipe as the checkpoint has them, with its target and its cache, or leave out `init.from`"
+                    .into(),
+            ),
             Self::Calibration { .. } => Some(
                 "fit it again with `deepspec eval --calibrate`, or do without it: `--set eval.calibration=false`"
                     .into(),

@@ -283,9 +283,71 @@ fn a_resume_refuses_another_map() {
     let text = bench.train("other", &["draft.vocab_size=30", &from], None).0.unwrap_err().to_string();
     assert!(text.contains("draft vocabulary"), "{text}");
     let text = bench.train("full", &[&from], None).0.unwrap_err().to_string();
-    assert!(text.contains("tensor `d2t` has shape [30], expected [320]"), "{text}");
+    assert!(text.contains("draft vocabulary differs: 30 tokens in the checkpoint, all tokens in the recipe"), "{text}");
     bench.first = 40;
     bench.train("same", &["draft.vocab_size=30", &from], None).0.unwrap();
+}
+
+/// Training goes on from weights, moments and, where they are an average, the trained weights: a value of any that is not finite is
+/// refused by name, as it is in a checkpoint that a run starts from.
+#[test]
+fn a_checkpoint_with_values_that_are_not_finite_is_no_start_and_no_resume() {
+    let bench = Bench::new();
+    let settings = ["train.ema=0.5"];
+    bench.train("run", &settings, Some(3)).0.unwrap_err();
+    let folder = bench.folder.path().join("run/checkpoints/step-000003");
+    for file in ["model.safetensors", "training_state/model.safetensors"] {
+        let path = folder.join(file);
+        let good = fs_err::read(&path).unwrap();
+        let tensors = candle_core::safetensors::load(&path, &Device::Cpu).unwrap();
+        let mut names: Vec<&String> =
+            tensors.keys().filter(|name| name.contains("fc") || name.contains("norm")).collect();
+        names.sort();
+        assert!(names.len() >= 4);
+        for (number, name) in names.into_iter().enumerate() {
+            let mut bad = tensors.clone();
+            let mut values: Vec<f32> = bad[name].flatten_all().unwrap().to_vec1().unwrap();
+            values[number] = if number % 2 == 0 { f32::NAN } else { f32::INFINITY };
+            let tensor = candle_core::Tensor::from_vec(values, tensors[name].dims(), &Device::Cpu).unwrap();
+            bad.insert(name.clone(), tensor);
+            candle_core::safetensors::save(&bad, &path).unwrap();
+            let text = bench.train("run", &settings, None).0.unwrap_err().to_string();
+            assert!(text.contains(&format!("tensor `{name}` holds")) && text.contains(file), "{text}");
+            if file == "model.safetensors" {
+                let from = format!("init.from={}", folder.display());
+                let text = bench.train(&format!("from-{number}"), &[&from], None).0.unwrap_err().to_string();
+                assert!(text.contains(&format!("tensor `{name}` holds")), "{text}");
+            }
+        }
+        fs_err::write(&path, good).unwrap();
+    }
+    bench.train("run", &settings, None).0.unwrap();
+}
+
+#[test]
+fn a_start_of_another_meaning_is_refused_with_everything_that_differs() {
+    let bench = Bench::new();
+    let checkpoint = bench.train("run", &[], None).0.unwrap().checkpoint;
+    let config = DraftConfig::from_folder(&checkpoint).unwrap();
+    let mut other = config.clone();
+    other.target_layer_ids.reverse();
+    (other.mask_token_id, other.sliding_window, other.body.rope.theta) = (config.mask_token_id - 1, Some(40), 1234.0);
+    deepspec_models::checkpoint::write_json(&checkpoint.join("config.json"), &other.to_json()).unwrap();
+    let error = bench.train("other", &[&format!("init.from={}", checkpoint.display())], None).0.unwrap_err();
+    let text = error.to_string();
+    let Error::OtherStart { differences, .. } = error else { panic!("{text}") };
+    assert_eq!(differences.len(), 4, "{text}");
+    for part in [
+        format!(
+            "target_layer_ids differs: {:?} in the checkpoint, {:?} in",
+            other.target_layer_ids, config.target_layer_ids
+        ),
+        format!("mask_token_id differs: {} in the checkpoint, {} in", other.mask_token_id, config.mask_token_id),
+        "sliding_window differs: 40 in the checkpoint, none in".into(),
+        "rope differs: theta 1234".into(),
+    ] {
+        assert!(text.contains(&part), "{part}: {text}");
+    }
 }
 
 #[test]

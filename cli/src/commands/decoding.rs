@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use deepspec_stages::calibration;
-use deepspec_stages::drafter::{Drafter, describe, load_drafter_for};
+use deepspec_stages::drafter::{Drafter, describe, limits, load_drafter_for};
 use deepspec_stages::engine::sps_profile::{Fingerprint, step_costs};
 use deepspec_stages::engine::{Engine, Schedule, Sources, StepCosts};
 use deepspec_stages::progress::Context;
@@ -50,6 +50,9 @@ impl Models {
             Some(folder) => {
                 let drafter = load_drafter_for(&folder, &target, precision.of_drafter())?;
                 context.note(format!("{}, from `{}`", describe(&drafter.config()), folder.display()));
+                if let Some(note) = limits::other_precision(&folder, precision.of_drafter())? {
+                    context.note(note);
+                }
                 Some(calibration::attach(drafter, &folder, context)?)
             }
             None => None,
@@ -75,7 +78,11 @@ impl Models {
             version: env!("CARGO_PKG_VERSION").into(),
         };
         let profile = arguments.profile.clone();
-        Ok(Self { target, drafter, sources, schedule: arguments.schedule, profile, fingerprint })
+        let models = Self { target, drafter, sources, schedule: arguments.schedule, profile, fingerprint };
+        if let Some(warning) = limits::beyond_block(models.schedule, models.block_size()) {
+            context.warn(warning);
+        }
+        Ok(models)
     }
 
     /// Most tokens of a proposal.
@@ -105,6 +112,11 @@ impl Models {
     /// When the memory cannot be had, or the costs of passes not be measured.
     pub(super) fn engine(&self, slots: usize, capacity: usize, context: Context<'_>) -> anyhow::Result<Engine<'_>> {
         let target = &self.target.target;
+        if let Some(warning) =
+            self.drafter.as_ref().and_then(|drafter| limits::beyond_context(&drafter.config(), capacity))
+        {
+            context.warn(warning);
+        }
         let drafter = self.drafter.as_ref().map(|drafter| drafter.proposer(target, slots, capacity)).transpose()?;
         let costs = self.costs(slots, context)?;
         Ok(Engine::scheduled(target, self.schedule, self.sources, drafter, costs, (slots, capacity))?)

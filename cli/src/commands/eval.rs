@@ -4,7 +4,7 @@ use std::path::Path;
 
 use anyhow::Context as _;
 use deepspec_stages::calibration;
-use deepspec_stages::drafter::{describe, load_drafter_for};
+use deepspec_stages::drafter::{describe, limits, load_drafter_for};
 use deepspec_stages::eval::{self, EvalOutcome};
 use deepspec_stages::progress::Context;
 use deepspec_stages::recipe::PromptSource;
@@ -42,6 +42,9 @@ pub(super) fn run(arguments: &EvalArguments, printer: &Printer, context: Context
         Some(folder) => {
             let mut drafter = load_drafter_for(&folder, &model, recipe.draft.precision)?;
             context.note(format!("{}, from `{}`", describe(&drafter.config()), folder.display()));
+            if let Some(note) = limits::other_precision(&folder, recipe.draft.precision)? {
+                context.note(note);
+            }
             if arguments.calibrate {
                 eval::run_calibrated(recipe, &out, target, drafter, &folder, renderer, provenance, context)?
             } else {

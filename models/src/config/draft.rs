@@ -14,6 +14,28 @@ use crate::error::{Error, Result};
 const ARCHITECTURE: &str = "Qwen3DSparkModel";
 /// Anchors per sequence where a checkpoint does not state them; used in training only.
 const DEFAULT_ANCHORS: usize = 512;
+/// Keys that may stand in a nested `dflash_config` as well as at the top.
+const NESTED: [&str; 10] = [
+    "mask_token_id",
+    "target_layer_ids",
+    "block_size",
+    "draft_vocab_size",
+    "sample_from_anchor",
+    "markov_rank",
+    "markov_head_type",
+    "enable_confidence_head",
+    "confidence_head_with_markov",
+    "confidence_head_alpha",
+];
+/// Keys of drafters that are not implemented.
+pub(crate) const UNKNOWN: [&str; 6] = [
+    "conv_kernel_size",
+    "conv_group_size",
+    "selector_rank",
+    "selector_top_k",
+    "draft_adapter_rank",
+    "pure_draft_prefix_len",
+];
 /// Longest block.
 const MAX_BLOCK_SIZE: usize = 256;
 
@@ -189,24 +211,29 @@ impl DraftConfig {
         let model_type = fields.optional_string("speculators_model_type")?;
         let unmarked = || Some(BlockLayout::of_unmarked(architecture, model_type)? == BlockLayout::AnchorFirst);
         let ambiguous = || Error::AmbiguousLayout { path: path.into(), architecture: architecture.into() };
-        let sample_from_anchor = fields.optional_flag("sample_from_anchor")?.or_else(unmarked).ok_or_else(ambiguous)?;
+        let nested = fields.object("dflash_config")?;
+        if let Some(nested) = nested {
+            check_nested(&nested)?;
+        }
+        if let Some(key) = UNKNOWN.iter().find(|key| fields.get(key).is_some()) {
+            return Err(fields.unsupported(key, "present", "DSpark and DFlash as the reference has them"));
+        }
+        let at = |name: &str| fields.or_in(nested, name);
+        let flagged = at("sample_from_anchor")?.optional_flag("sample_from_anchor")?;
+        let sample_from_anchor = flagged.or_else(unmarked).ok_or_else(ambiguous)?;
         let family = Family::parse(path, "model_type", fields.string("model_type")?)?;
         let mut body = TargetConfig::from_fields(&fields, family)?;
         body.qk_norm = fields.flag("qk_norm", true)?;
+        same_width(&fields, body.hidden_size)?;
 
-        let nested = fields.object("dflash_config")?;
-        let at = |name: &str| match nested {
-            Some(nested) if fields.get(name).is_none() => nested,
-            _ => fields,
-        };
-        let count = |name: &str| at(name).optional_count(name);
-        let flag = |name: &str| at(name).optional_flag(name);
-        let mask = at("mask_token_id");
-        let layers = at("target_layer_ids");
+        let count = |name: &str| at(name)?.optional_count(name);
+        let flag = |name: &str| at(name)?.optional_flag(name);
+        let mask = at("mask_token_id")?;
+        let layers = at("target_layer_ids")?;
         let layer_ids = layers.required("target_layer_ids", layers.integers("target_layer_ids")?)?;
         let as_i32 = |id: i64| i32::try_from(id).map_err(|_| layers.bad("target_layer_ids", "numbers of layers"));
         let markov_rank = count("markov_rank")?.unwrap_or(0);
-        let head = at("markov_head_type");
+        let head = at("markov_head_type")?;
         let markov_head_type = match (markov_rank, head.optional_string("markov_head_type")?) {
             (0, _) => None,
             (_, Some(name)) => Some(
@@ -223,8 +250,8 @@ impl DraftConfig {
         };
         let config = Self {
             num_target_layers: fields.size("num_target_layers")?,
-            block_size: at("block_size").size("block_size")?,
-            draft_vocab_size: at("draft_vocab_size")
+            block_size: at("block_size")?.size("block_size")?,
+            draft_vocab_size: at("draft_vocab_size")?
                 .optional_size("draft_vocab_size")?
                 .filter(|&size| size != body.vocab_size),
             mask_token_id: mask.required("mask_token_id", mask.optional_id("mask_token_id")?)?,
@@ -235,7 +262,7 @@ impl DraftConfig {
             markov_rank,
             markov_head_type,
             sample_from_anchor,
-            sliding_window: sliding_window(&fields)?,
+            sliding_window: sliding_window(&fields, body.num_hidden_layers)?,
             moe: MoeConfig::from_fields(&fields)?,
             body,
         };
@@ -319,7 +346,32 @@ impl DraftConfig {
     }
 }
 
-fn sliding_window(fields: &Fields) -> Result<Option<usize>> {
+/// Refuses what a nested `dflash_config` says and nobody would read.
+fn check_nested(nested: &Fields) -> Result<()> {
+    if nested.flag("causal", false)? {
+        return Err(nested.unsupported("causal", "true", "`false`: rows of a block see the whole block"));
+    }
+    for (key, known) in [("attention_mode", &["gqa"][..]), ("projector_type", &["dflash", "dspark"])] {
+        if let Some(found) = nested.optional_string(key)?.filter(|found| !known.contains(found)) {
+            return Err(nested.unsupported(key, found, "`gqa` with `dflash` and `dspark`"));
+        }
+    }
+    let is_known = |key: &&str| NESTED.contains(key) || ["causal", "attention_mode", "projector_type"].contains(key);
+    match nested.keys().find(|key| !is_known(key)) {
+        Some(key) => Err(nested.unsupported(key, "present", "the keys that its layout is known by")),
+        None => Ok(()),
+    }
+}
+
+/// The drafter's width must be the target's.
+pub(super) fn same_width(fields: &Fields, hidden: usize) -> Result<()> {
+    match fields.optional_size("target_hidden_size")? {
+        Some(width) if width != hidden => Err(fields.disagrees("target_hidden_size", fields, "hidden_size")),
+        _ => Ok(()),
+    }
+}
+
+fn sliding_window(fields: &Fields, layers: usize) -> Result<Option<usize>> {
     let types = fields.strings("layer_types")?;
     let sliding = types.iter().filter(|kind| **kind == "sliding_attention").count();
     if let Some(other) = types.iter().find(|kind| !["full_attention", "sliding_attention"].contains(kind)) {
@@ -328,7 +380,24 @@ fn sliding_window(fields: &Fields) -> Result<Option<usize>> {
     if sliding != 0 && sliding != types.len() {
         return Err(fields.unsupported("layer_types", "a mixture", "one type for all draft layers"));
     }
-    let in_use = if types.is_empty() { fields.flag("use_sliding_window", false)? } else { sliding > 0 };
+    super::check_layer_types(fields, layers)?;
+    let flag = fields.optional_flag("use_sliding_window")?;
+    if flag == Some(false) && sliding > 0 {
+        return Err(fields.disagrees("use_sliding_window", fields, "layer_types"));
+    }
+    // Layers from this one on have the window; it says nothing where the types of the layers do.
+    let first = fields.optional_count("max_window_layers")?.unwrap_or(0);
+    let in_use = match (types.is_empty(), flag.unwrap_or(false)) {
+        (false, _) => sliding > 0,
+        (true, true) if first > 0 && first < layers => {
+            return Err(fields.unsupported(
+                "max_window_layers",
+                first.to_string(),
+                "a window in all draft layers or none",
+            ));
+        }
+        (true, flag) => flag && first == 0,
+    };
     if !in_use {
         return Ok(None);
     }

@@ -4,9 +4,10 @@ use std::path::Path;
 
 use serde_json::{Map, Value, json};
 
+use super::draft::same_width;
 use super::drafter::check_layer_ids;
 use super::fields::Fields;
-use super::{DraftConfig, Family, TargetConfig, read_json};
+use super::{DraftConfig, Family, TargetConfig, neutral, read_json};
 use crate::error::{Error, Result};
 
 /// Architecture that is written.
@@ -78,6 +79,17 @@ impl Eagle3Config {
         if let Some(other) = fields.strings("layer_types")?.iter().find(|kind| **kind != "full_attention") {
             return Err(fields.unsupported("layer_types", *other, "`full_attention`"));
         }
+        if fields.flag("use_sliding_window", false)? && fields.optional_size("sliding_window")?.is_some() {
+            return Err(fields.unsupported("use_sliding_window", "true", "attention to the whole context"));
+        }
+        for key in ["norm_before_fc", "fc_norm", "norm_output"] {
+            if fields.flag(key, false)? {
+                return Err(fields.unsupported(key, "true", "`false`"));
+            }
+        }
+        same_width(&fields, body.hidden_size)?;
+        super::check_layer_types(&fields, 1)?;
+        neutral::check_dense(&fields)?;
         let ids = fields.required("target_layer_ids", fields.integers("target_layer_ids")?)?;
         let as_i32 = |id: i64| i32::try_from(id).map_err(|_| fields.bad("target_layer_ids", "numbers of layers"));
         let config = Self {

@@ -8,6 +8,9 @@ use crate::error::{Error, Result};
 
 /// Largest size that a config may state; products of two fit 64 bits.
 const MAX_SIZE: u64 = i32::MAX as u64;
+/// Characters of a value that are shown in messages, and in those that compare two.
+const SHORT: usize = 60;
+const LONG: usize = 240;
 
 /// The fields of one JSON object. A field that is `null` counts as absent.
 #[derive(Clone, Copy)]
@@ -116,8 +119,32 @@ impl<'a> Fields<'a> {
     }
 
     pub(super) fn bad(&self, name: &str, expected: impl Into<String>) -> Error {
-        let found = self.map.get(name).map_or_else(|| "absent".into(), describe);
+        let found = self.map.get(name).map_or_else(|| "absent".into(), |value| describe(value, SHORT));
         Error::field(self.path, self.full_name(name), found, expected)
+    }
+
+    /// Of this object and another that may hold a field, the one that does. Where both do, they must say the same.
+    pub(super) fn or_in(&self, other: Option<Self>, name: &str) -> Result<Self> {
+        let Some(other) = other else { return Ok(*self) };
+        match (self.get(name), other.get(name)) {
+            (Some(here), Some(there)) if !is_same(here, there) => Err(other.disagrees(name, self, name)),
+            (None, Some(_)) => Ok(other),
+            _ => Ok(*self),
+        }
+    }
+
+    /// A field that says another thing than a field of `other` in the same file.
+    pub(super) fn disagrees(&self, name: &str, other: &Self, others: &str) -> Error {
+        let value = |fields: &Self, name: &str| {
+            fields.map.get(name).map_or_else(|| "absent".into(), |value| describe(value, LONG))
+        };
+        Error::FieldsDisagree {
+            path: self.path.into(),
+            left: self.full_name(name),
+            left_value: value(self, name),
+            right: other.full_name(others),
+            right_value: value(other, others),
+        }
     }
 
     pub(super) fn unsupported(&self, name: &str, found: impl Into<String>, supported: &'static str) -> Error {
@@ -134,13 +161,21 @@ impl<'a> Fields<'a> {
     }
 }
 
+/// Whether two values mean the same; numbers do where they are equal, however they are written.
+pub(crate) fn is_same(left: &Value, right: &Value) -> bool {
+    match (left, right) {
+        (Value::Number(left), Value::Number(right)) => left == right || left.as_f64() == right.as_f64(),
+        _ => left == right,
+    }
+}
+
 fn id(value: &Value) -> Option<u32> {
     value.as_u64().and_then(|id| id.try_into().ok())
 }
 
-fn describe(value: &Value) -> String {
+fn describe(value: &Value, limit: usize) -> String {
     let text = value.to_string();
-    if text.chars().count() <= 60 { text } else { format!("{} of {} bytes", kind(value), text.len()) }
+    if text.chars().count() <= limit { text } else { format!("{} of {} bytes", kind(value), text.len()) }
 }
 
 fn kind(value: &Value) -> &'static str {

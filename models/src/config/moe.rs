@@ -8,6 +8,9 @@ use super::TargetConfig;
 use super::fields::Fields;
 use crate::error::{Error, Result};
 
+/// Most routed experts of a layer that a file may state.
+const MAX_EXPERTS: usize = 1024;
+
 /// Shape of the mixture that stands in the place of every draft layer's MLP.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MoeConfig {
@@ -52,6 +55,9 @@ impl MoeConfig {
         if !(1..=num_experts).contains(&num_experts_per_tok) {
             let expected = format!("1 to num_experts {num_experts}");
             return Err(Error::field(path, "num_experts_per_tok", num_experts_per_tok, expected));
+        }
+        if num_experts > MAX_EXPERTS {
+            return Err(Error::field(path, "num_experts", num_experts, format!("at most {MAX_EXPERTS}")));
         }
         if moe_intermediate_size == 0 {
             return Err(Error::field(path, "moe_intermediate_size", 0, "at least 1"));

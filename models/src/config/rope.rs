@@ -1,18 +1,21 @@
 //! Parameters of the rotary position embedding and the frequencies that follow from them.
 
+mod yarn;
+
 use std::f64::consts::TAU;
 use std::path::Path;
 
 use candle_core::DType;
 use serde_json::{Map, Value, json};
 
+pub use self::yarn::YarnScaling;
 use super::fields::Fields;
 use crate::error::{Error, Result};
 use crate::gguf::Gguf;
 
 /// Base of the rotary frequencies where a model does not state one.
 const DEFAULT_THETA: f64 = 10_000.0;
-const SUPPORTED_TYPES: &str = "`default`, `linear` and `llama3`";
+const SUPPORTED_TYPES: &str = "`default`, `linear`, `llama3` and `yarn`";
 
 /// Rotary position embedding, half-split: dimension i of the first half turns together with dimension i of the second half.
 #[derive(Debug, Clone, PartialEq)]
@@ -46,13 +49,25 @@ pub enum RopeScaling {
         /// Context length of pre-training, in tokens.
         original_max_position_embeddings: usize,
     },
+    /// YaRN: as Llama 3.1 with a blend over the pairs, and a longer rotation.
+    Yarn(YarnScaling),
 }
 
 impl RopeScaling {
-    /// What a frequency is divided by.
+    /// Spelling in `config.json`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::None => "default",
+            Self::Linear { .. } => "linear",
+            Self::Llama3 { .. } => "llama3",
+            Self::Yarn(_) => "yarn",
+        }
+    }
+
+    /// What a frequency is divided by, where that follows from it alone.
     fn divisor(self, frequency: f64) -> f64 {
         match self {
-            Self::None => 1.0,
+            Self::None | Self::Yarn(_) => 1.0,
             Self::Linear { factor } => factor,
             Self::Llama3 { factor, low_freq_factor, high_freq_factor, original_max_position_embeddings } => {
                 let turns = original_max_position_embeddings as f64 * frequency / TAU;
@@ -72,35 +87,59 @@ impl RopeConfig {
     /// Angle per position of each rotated pair, in radians, computed in f64: `rotary_dim / 2` values.
     pub fn inverse_frequencies(&self, head_dim: usize) -> Vec<f32> {
         let dim = self.rotary_dim(head_dim);
+        if let RopeScaling::Yarn(yarn) = self.scaling {
+            return yarn.frequencies(self.theta, dim).map(|frequency| frequency as f32).collect();
+        }
         self.frequencies(dim).map(|frequency| (frequency / self.scaling.divisor(frequency)) as f32).collect()
+    }
+
+    /// What cosines and sines are multiplied by.
+    pub fn attention_factor(&self) -> f64 {
+        if let RopeScaling::Yarn(yarn) = self.scaling { yarn.attention_factor } else { 1.0 }
     }
 
     fn frequencies(&self, dim: usize) -> impl Iterator<Item = f64> {
         (0..dim / 2).map(move |pair| self.theta.powf(-2.0 * pair as f64 / dim as f64))
     }
 
-    /// Reads `rope_parameters` (new) or `rope_theta` with `rope_scaling` (old).
+    /// Reads `rope_parameters` (new) and `rope_theta` with `rope_scaling` (old). Several may stand in one file, as long as they say the
+    /// same.
     pub(super) fn from_fields(fields: &Fields) -> Result<Self> {
         let new = fields.object("rope_parameters")?;
-        let parameters = match (new, fields.object("rope_scaling")?) {
-            (Some(new), _) => Some(new),
-            (None, old) => old,
-        };
-        // Both spellings may stand in one file, as long as they say the same.
+        let old = fields.object("rope_scaling")?;
         let number = |name: &str| -> Result<Option<f64>> {
-            let outer = fields.positive(name)?;
-            let inner = parameters.map_or(Ok(None), |parameters| parameters.positive(name))?;
-            match (outer, inner) {
-                (Some(outer), Some(inner)) if outer != inner => {
-                    Err(fields.bad(name, format!("{inner} as inside the rope parameters")))
+            let mut found = None;
+            for place in [Some(*fields), new, old].into_iter().flatten() {
+                let Some(number) = place.positive(name)? else { continue };
+                match found {
+                    Some((other, first)) if first != number => return Err(place.disagrees(name, &other, name)),
+                    _ => found = Some((place, number)),
                 }
-                _ => Ok(inner.or(outer)),
             }
+            Ok(found.map(|(_, number)| number))
+        };
+        const ORIGINAL: &str = "original_max_position_embeddings";
+        let trained = match fields.optional_size(ORIGINAL)? {
+            Some(original) => Some(original),
+            None => fields.optional_size("max_position_embeddings")?,
+        };
+        let scaling = |parameters: Option<Fields<'_>>| {
+            let read = |parameters: Fields<'_>| {
+                fields.or_in(Some(parameters), ORIGINAL)?;
+                scaling_from_fields(&parameters, trained)
+            };
+            parameters.map(read).transpose()
+        };
+        let scaling = match (scaling(new)?.flatten(), scaling(old)?.flatten()) {
+            (Some(new), Some(old)) if new != old => {
+                return Err(fields.disagrees("rope_scaling", fields, "rope_parameters"));
+            }
+            (new, old) => new.or(old).unwrap_or(RopeScaling::None),
         };
         Ok(Self {
             theta: number("rope_theta")?.unwrap_or(DEFAULT_THETA),
             partial_rotary_factor: number("partial_rotary_factor")?.unwrap_or(1.0),
-            scaling: parameters.map_or(Ok(RopeScaling::None), |parameters| scaling_from_fields(&parameters))?,
+            scaling,
         })
     }
 
@@ -111,20 +150,30 @@ impl RopeConfig {
         if rotary_dim == 0 || rotary_dim > head_dim {
             return Err(Error::field(gguf.path(), key("dimension_count"), rotary_dim, format!("1 to {head_dim}")));
         }
-        let factor = match gguf.f64(&key("scaling.factor"))? {
-            Some(factor) => Some(factor),
-            None => gguf.f64(&key("scale_linear"))?,
+        let (factor, linear) = (gguf.f64(&key("scaling.factor"))?, gguf.f64(&key("scale_linear"))?);
+        let disagree = |left: &str, left_value: String, right: &str, right_value: String| {
+            let path = gguf.path().into();
+            Err(Error::FieldsDisagree { path, left: key(left), left_value, right: key(right), right_value })
         };
-        let scaling = match (gguf.string(&key("scaling.type"))?, factor) {
+        if let (Some(factor), Some(linear)) = (factor, linear)
+            && factor != linear
+        {
+            return disagree("scaling.factor", factor.to_string(), "scale_linear", linear.to_string());
+        }
+        let scaling = match (gguf.string(&key("scaling.type"))?, factor.or(linear)) {
+            (Some("none"), Some(factor)) if factor != 1.0 => {
+                return disagree("scaling.type", "none".into(), "scaling.factor", factor.to_string());
+            }
             (Some("none"), _) | (None, None) => RopeScaling::None,
             (Some("linear") | None, Some(factor)) => RopeScaling::Linear { factor },
-            (Some("linear"), None) => gguf.required(&key("scaling.factor"), None)?,
+            (Some("yarn"), Some(factor)) => RopeScaling::Yarn(YarnScaling::from_gguf(gguf, arch, factor)?),
+            (Some("linear" | "yarn"), None) => gguf.required(&key("scaling.factor"), None)?,
             (Some(other), _) => {
                 return Err(Error::Unsupported {
                     path: gguf.path().into(),
                     field: key("scaling.type"),
                     found: other.into(),
-                    supported: "`none` and `linear`",
+                    supported: "`none`, `linear` and `yarn`",
                 });
             }
         };
@@ -178,24 +227,23 @@ impl RopeConfig {
         check(dim > 0 && dim.is_multiple_of(2), "partial_rotary_factor", share, &even)?;
         match self.scaling {
             RopeScaling::None => Ok(()),
-            RopeScaling::Linear { factor } => check(factor.is_finite() && factor > 0.0, "factor", factor, "above 0"),
+            RopeScaling::Linear { factor } => {
+                let is_usable = factor.is_finite() && factor > 0.0 && (1.0 / factor) < f64::from(f32::MAX);
+                check(is_usable, "factor", factor, "above 0, with an inverse in single precision")
+            }
             RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, .. } => {
                 check(factor.is_finite() && factor >= 1.0, "factor", factor, "at least 1")?;
                 let expected = format!("above low_freq_factor {low_freq_factor}");
                 check(high_freq_factor > low_freq_factor, "high_freq_factor", high_freq_factor, &expected)
             }
+            RopeScaling::Yarn(yarn) => yarn.validate(path, self.theta, dim),
         }
     }
 
     /// Writes both spellings: `rope_parameters`, and `rope_theta` with `rope_scaling` for older readers.
     pub(super) fn write(&self, json: &mut Map<String, Value>) {
         let mut parameters = Map::new();
-        let kind = match self.scaling {
-            RopeScaling::None => "default",
-            RopeScaling::Linear { .. } => "linear",
-            RopeScaling::Llama3 { .. } => "llama3",
-        };
-        parameters.insert("rope_type".into(), json!(kind));
+        parameters.insert("rope_type".into(), json!(self.scaling.name()));
         match self.scaling {
             RopeScaling::None => {}
             RopeScaling::Linear { factor } => {
@@ -208,6 +256,7 @@ impl RopeConfig {
                 let original = json!(original_max_position_embeddings);
                 parameters.insert("original_max_position_embeddings".into(), original);
             }
+            RopeScaling::Yarn(yarn) => yarn.write(&mut parameters),
         }
         let old = if self.scaling == RopeScaling::None { Value::Null } else { json!(parameters) };
         parameters.insert("rope_theta".into(), json!(self.theta));
@@ -221,13 +270,16 @@ impl RopeConfig {
     }
 }
 
-fn scaling_from_fields(parameters: &Fields) -> Result<RopeScaling> {
-    let kind = match parameters.optional_string("rope_type")? {
-        Some(kind) => kind,
-        None => parameters.optional_string("type")?.unwrap_or("default"),
-    };
+/// The scaling that an object of parameters states; `None` where it says nothing of it. `trained` is the context length in the rest of
+/// the file.
+fn scaling_from_fields(parameters: &Fields, trained: Option<usize>) -> Result<Option<RopeScaling>> {
+    let (new, old) = (parameters.optional_string("rope_type")?, parameters.optional_string("type")?);
+    if new.is_some() && old.is_some() && new != old {
+        return Err(parameters.disagrees("rope_type", parameters, "type"));
+    }
+    let kind = new.or(old);
     let number = |name: &str| parameters.required(name, parameters.positive(name)?);
-    let (scaling, keys): (_, &[&str]) = match kind {
+    let (scaling, keys): (_, &[&str]) = match kind.unwrap_or("default") {
         "default" => (RopeScaling::None, &[]),
         "linear" => (RopeScaling::Linear { factor: number("factor")? }, &["factor"]),
         "llama3" => (
@@ -239,12 +291,16 @@ fn scaling_from_fields(parameters: &Fields) -> Result<RopeScaling> {
             },
             &["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"],
         ),
+        "yarn" => (RopeScaling::Yarn(YarnScaling::from_fields(parameters, trained)?), &YarnScaling::KEYS),
         other => return Err(parameters.unsupported("rope_type", other, SUPPORTED_TYPES)),
     };
     // A parameter that the type does not know would change the frequencies elsewhere; it must not be dropped.
     let common = ["rope_type", "type", "rope_theta", "partial_rotary_factor"];
     match parameters.keys().find(|key| !common.contains(key) && !keys.contains(key)) {
-        Some(key) => Err(parameters.unsupported("rope_type", format!("{kind} with {key}"), SUPPORTED_TYPES)),
-        None => Ok(scaling),
+        Some(key) => {
+            let found = format!("{} with {key}", scaling.name());
+            Err(parameters.unsupported("rope_type", found, SUPPORTED_TYPES))
+        }
+        None => Ok(kind.map(|_| scaling)),
     }
 }

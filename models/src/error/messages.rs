@@ -70,6 +70,10 @@ fn every_message_reads_as_the_others_do() {
         Error::NotAModel { .. } => (Error::NotAModel { path: path(), expected: "a folder with `config.json`" }, true),
         Error::FieldMissing { .. } => (Error::FieldMissing { path: path(), field: text() }, true),
         Error::FieldValue { .. } => (Error::field(&path(), text(), "12", "at most 3"), true),
+        Error::FieldsDisagree { .. } => ({
+            let (left, left_value, right, right_value) = (text(), "1e4".into(), text(), "1e6".into());
+            Error::FieldsDisagree { path: path(), left, left_value, right, right_value }
+        }, true),
         Error::Unsupported { .. } =>
             (Error::Unsupported { path: path(), field: text(), found: text(), supported: "`silu`" }, true),
         Error::AmbiguousLayout { .. } => (Error::AmbiguousLayout { path: path(), architecture: text() }, true),
@@ -90,6 +94,8 @@ fn every_message_reads_as_the_others_do() {
             (Error::TensorShape { path: path(), tensor: text(), expected: vec![2, 3], found: vec![3] }, true),
         Error::TensorDtype { .. } =>
             (Error::TensorDtype { path: path(), tensor: text(), found: "F64".into(), expected: "F32 or BF16" }, true),
+        Error::WeightsNotFinite { .. } =>
+            (Error::WeightsNotFinite { path: path(), tensor: text(), nan: 3, infinite: 1, first: vec![2, 5] }, true),
         Error::TensorEntry { .. } => ({
             let (found, expected) = ("9, for token 9".into(), "at most 8".into());
             Error::TensorEntry { path: path(), tensor: text(), entry: 4, found, expected }

@@ -5,6 +5,7 @@ use serde_json::{Value, json};
 
 use super::json::Json;
 use super::{Format, LayerIds, Source, not_expressible};
+use crate::config::draft::UNKNOWN;
 use crate::error::{Error, Result};
 
 /// The reference's class.
@@ -12,16 +13,6 @@ const ARCHITECTURE: &str = "Qwen3DSparkModel";
 /// Keys of the sequential heads.
 pub(super) const HEAD_KEYS: [&str; 4] =
     ["markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"];
-/// Keys of drafters that are not implemented; their tensors would be refused too, but the key says it better.
-const UNKNOWN: [&str; 6] = [
-    "conv_kernel_size",
-    "conv_group_size",
-    "selector_rank",
-    "selector_top_k",
-    "draft_adapter_rank",
-    "pure_draft_prefix_len",
-];
-
 /// Lifts the keys of `dflash_config` to the top; one that is not known is refused.
 pub(super) fn lift_dflash_config(json: &mut Json) -> Result<()> {
     let mut inner = json.take_object("dflash_config")?;
@@ -54,10 +45,30 @@ pub(super) fn complete(mut json: Json, source: &Source, anchor_first: bool) -> R
     // The file may be a copy of a tied target's; a drafter always has both tensors, or borrows them.
     json.put("tie_word_embeddings", false);
     target_layers(&mut json, source);
+    repeated_layer_ids(&mut json)?;
     if json.integers("target_layer_ids")?.is_none() {
         return Err(Error::FieldMissing { path: path.into(), field: "target_layer_ids".into() });
     }
     Ok(json.into_value())
+}
+
+/// Keys that other layouts have the target layers in, counted from the embedding: beside ours they must say the same.
+pub(super) fn repeated_layer_ids(json: &mut Json) -> Result<()> {
+    for key in ["aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids"] {
+        let Some(theirs) = json.take_layers(key, LayerIds::HiddenStates)? else { continue };
+        let (ours, theirs) = (json.integers("target_layer_ids")?, LayerIds::Output.write(&theirs));
+        if let Some(ours) = ours.filter(|ours| *ours != theirs) {
+            return Err(Error::FieldsDisagree {
+                path: json.path.into(),
+                left: json.full(key),
+                left_value: format!("{theirs:?}, counted by the layers' outputs"),
+                right: json.full("target_layer_ids"),
+                right_value: format!("{ours:?}"),
+            });
+        }
+        json.default("target_layer_ids", theirs);
+    }
+    Ok(())
 }
 
 /// The drafter's width must be the target's.

@@ -9,7 +9,11 @@ use crate::error::Result;
 
 /// Completes the config; its keys are those used inside.
 pub(super) fn read(mut json: Json, source: &Source) -> Result<Value> {
+    if !json.is_eagle3() {
+        block::lift_dflash_config(&mut json)?;
+    }
     block::draft_vocabulary(&mut json, source)?;
+    block::repeated_layer_ids(&mut json)?;
     if json.is_eagle3() {
         json.default("norm_before_residual", false);
     } else {

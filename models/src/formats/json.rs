@@ -5,6 +5,7 @@ use std::path::Path;
 
 use serde_json::{Map, Value, json};
 
+use crate::config::fields::is_same;
 use crate::error::{Error, Result};
 
 /// An object of a config. A key that is `null` counts as absent.
@@ -65,9 +66,14 @@ impl<'a> Json<'a> {
         for key in keys {
             let Some(value) = inner.take(key) else { continue };
             match self.get(key) {
-                Some(outer) if *outer != value => {
-                    let expected = format!("{value} as in `{}`", inner.full(key));
-                    return Err(Error::field(self.path, self.full(key), outer, expected));
+                Some(outer) if !is_same(outer, &value) => {
+                    return Err(Error::FieldsDisagree {
+                        path: self.path.into(),
+                        left: self.full(key),
+                        left_value: outer.to_string(),
+                        right: inner.full(key),
+                        right_value: value.to_string(),
+                    });
                 }
                 _ => self.put(key, value),
             }
@@ -120,6 +126,12 @@ impl<'a> Json<'a> {
         }
     }
 
+    /// The first key that starts so, with its value.
+    pub(super) fn starting_with(&self, start: &str) -> Option<(&str, &Value)> {
+        let found = self.map.iter().find(|(key, value)| key.starts_with(start) && !value.is_null());
+        found.map(|(key, value)| (key.as_str(), value))
+    }
+
     pub(super) fn into_value(self) -> Value {
         Value::Object(self.map)
     }
@@ -134,6 +146,29 @@ impl<'a> Json<'a> {
     /// Puts ids in a format's convention.
     pub(super) fn put_layers(&mut self, key: &str, convention: super::LayerIds, ids: &[i32]) {
         self.put(key, json!(convention.write(ids)));
+    }
+
+    /// As [`put_layers`](Self::put_layers), where other ids may stand already: they must be the same. `source` is the key that `ids`
+    /// come from.
+    pub(super) fn put_layers_once(
+        &mut self,
+        key: &str,
+        convention: super::LayerIds,
+        ids: &[i32],
+        source: &str,
+    ) -> Result<()> {
+        let ours = json!(convention.write(ids));
+        if let Some(other) = self.get(key).filter(|other| **other != ours) {
+            return Err(Error::FieldsDisagree {
+                path: self.path.into(),
+                left: self.full(key),
+                left_value: other.to_string(),
+                right: source.into(),
+                right_value: format!("{ours}, counted by the layers' outputs"),
+            });
+        }
+        self.put(key, ours);
+        Ok(())
     }
 
     /// Whether a config in the reference's layout is that of an Eagle3 drafter.

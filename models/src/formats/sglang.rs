@@ -5,7 +5,7 @@ use serde_json::Value;
 
 use super::json::Json;
 use super::{Format, LayerIds, Source, block, not_expressible, specforge};
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 /// SGLang's prefixed keys and the reference's.
 const PREFIXED: [(&str, &str); 5] = [
@@ -25,10 +25,24 @@ pub(super) fn read(mut json: Json, source: &Source) -> Result<Value> {
     for (prefixed, key) in PREFIXED {
         let Some(value) = json.take(prefixed) else { continue };
         if let Some(other) = json.get(key).filter(|other| **other != value) {
-            let expected = format!("{value} as in `{prefixed}`");
-            return Err(crate::Error::field(json.path, key, other, expected));
+            return Err(Error::FieldsDisagree {
+                path: json.path.into(),
+                left: key.into(),
+                left_value: other.to_string(),
+                right: prefixed.into(),
+                right_value: value.to_string(),
+            });
         }
         json.put(key, value);
+    }
+    if let Some((key, found)) = json.starting_with("dspark_") {
+        let supported = "the keys that its layout is known by";
+        return Err(Error::Unsupported {
+            path: json.path.into(),
+            field: key.into(),
+            found: found.to_string(),
+            supported,
+        });
     }
     if let Some(ids) = json.take_layers("target_layer_ids", LayerIds::Sglang)? {
         json.put_layers("target_layer_ids", LayerIds::Output, &ids);

@@ -61,19 +61,24 @@ fn read_eagle3(mut json: Json, source: &Source) -> Result<Value> {
     inner.only("use_aux_hidden_state", &[json!(true)], "`true`")?;
     let nested = inner.take_layers(VLLM_IDS, LayerIds::Sglang)?;
     inner.finish()?;
+    let flat = json.integers("target_layer_ids")?.is_some();
     let ids = match (nested, vllm) {
         (Some(nested), Some(vllm)) if nested != vllm => {
-            let expected = format!(
-                "{:?}, what `eagle_config` says, counted from the embedding",
-                LayerIds::HiddenStates.write(&nested)
-            );
-            let found = format!("{:?}", LayerIds::HiddenStates.write(&vllm));
-            return Err(Error::field(json.path, VLLM_IDS, found, expected));
+            return Err(Error::FieldsDisagree {
+                path: json.path.into(),
+                left: VLLM_IDS.into(),
+                left_value: format!("{:?}", LayerIds::HiddenStates.write(&vllm)),
+                right: format!("eagle_config.{VLLM_IDS}"),
+                right_value: format!("{:?} counted from the embedding", LayerIds::HiddenStates.write(&nested)),
+            });
         }
-        (Some(ids), _) | (None, Some(ids)) => ids,
-        (None, None) => layers::eagle3_default(&json)?,
+        (Some(ids), _) | (None, Some(ids)) => Some(ids),
+        (None, None) if flat => None,
+        (None, None) => Some(layers::eagle3_default(&json)?),
     };
-    json.put_layers("target_layer_ids", LayerIds::Output, &ids);
+    if let Some(ids) = ids {
+        json.put_layers_once("target_layer_ids", LayerIds::Output, &ids, VLLM_IDS)?;
+    }
     complete_eagle3(json, source)
 }
 

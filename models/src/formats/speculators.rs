@@ -11,6 +11,29 @@ use crate::error::{Error, Result};
 const VERSION: &str = "0.5.0";
 /// Keys of block drafters above the body.
 const BLOCK_KEYS: [&str; 4] = ["block_size", "mask_token_id", "sample_from_anchor", "draft_vocab_size"];
+/// Keys of the body that say something about its numbers; what stands above the body too must say the same.
+const BODY_KEYS: [&str; 20] = [
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "rms_norm_eps",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "partial_rotary_factor",
+    "hidden_act",
+    "attention_bias",
+    "mlp_bias",
+    "layer_types",
+    "sliding_window",
+    "use_sliding_window",
+    "max_window_layers",
+    "quantization_config",
+];
 const BLOCK_IDS: &str = "aux_hidden_state_layer_ids";
 const EAGLE3_IDS: &str = "eagle_aux_hidden_state_layer_ids";
 
@@ -23,6 +46,7 @@ pub(super) fn read(mut json: Json, source: &Source) -> Result<Value> {
     let mut body = json.take_object("transformer_layer_config")?;
     body = Json::new(json.path, &body.into_value())?;
     body.drop(&["architectures"]);
+    body.lift(&mut json, &BODY_KEYS)?;
     let hidden = body.size("hidden_size")?;
     block::same_width(&mut json, hidden)?;
     block::target_layers(&mut body, source);
@@ -39,7 +63,7 @@ pub(super) fn read(mut json: Json, source: &Source) -> Result<Value> {
             }
             let ids = json.take_layers(BLOCK_IDS, LayerIds::HiddenStates)?;
             let missing = || Error::FieldMissing { path: json.path.into(), field: BLOCK_IDS.into() };
-            body.put_layers("target_layer_ids", LayerIds::Output, &ids.ok_or_else(missing)?);
+            body.put_layers_once("target_layer_ids", LayerIds::Output, &ids.ok_or_else(missing)?, BLOCK_IDS)?;
             block::complete(body, source, kind.as_deref() == Some("dspark"))
         }
         Some("eagle3") => {
@@ -51,7 +75,7 @@ pub(super) fn read(mut json: Json, source: &Source) -> Result<Value> {
             }
             let ids = json.take_layers(EAGLE3_IDS, LayerIds::HiddenStates)?;
             let ids = ids.map_or_else(|| layers::eagle3_default(&body), Ok)?;
-            body.put_layers("target_layer_ids", LayerIds::Output, &ids);
+            body.put_layers_once("target_layer_ids", LayerIds::Output, &ids, EAGLE3_IDS)?;
             if let Some(tokens) =
                 proposals.get("proposal_methods").and_then(|methods| methods[0].get("speculative_tokens"))
             {

@@ -2,7 +2,6 @@
 //! borrowed from the target. Used by the checkpoint formats.
 
 use std::borrow::Cow;
-use std::collections::HashMap;
 use std::ops::Range;
 use std::path::Path;
 
@@ -54,26 +53,23 @@ impl Weights {
     /// kept; blocks of GGUF files become f32.
     ///
     /// # Errors
-    /// A tensor does not exist or cannot be read, or the disk refuses.
+    /// A tensor does not exist, cannot be read or holds values that are not finite, or the disk refuses.
     pub fn write(&self, path: &Path, names: &[(String, String)]) -> Result<()> {
         let mut views = Vec::with_capacity(names.len());
         for (written, name) in names {
             let missing = || Error::TensorMissing { path: self.path.clone(), tensor: name.clone(), expected: vec![] };
             let entry = self.entries.get(name).ok_or_else(missing)?;
+            entry.check_finite()?;
             views.push((written.as_str(), entry.view()?));
         }
-        let metadata = HashMap::from([("format".to_string(), "pt".to_string())]);
-        safetensors::serialize_to_file(views, Some(metadata), path)
-            .map_err(|source| Error::Safetensors { path: path.into(), source: Box::new(source) })?;
-        fs_err::OpenOptions::new().write(true).open(path)?.sync_all()?;
-        Ok(())
+        crate::checkpoint::write_views(path, views)
     }
 }
 
 impl Entry {
     /// Some rows of a tensor of a shard.
     fn rows(&self, rows: &Range<usize>) -> Option<Self> {
-        let Place::Shard { bytes, range, dtype } = &self.place else { return None };
+        let Place::Shard { bytes, range, dtype, name, first_row } = &self.place else { return None };
         let all = *self.shape.first()?;
         if rows.start > rows.end || rows.end > all || !range.len().is_multiple_of(all.max(1)) {
             return None;
@@ -82,13 +78,14 @@ impl Entry {
         let range = range.start + rows.start * row..range.start + rows.end * row;
         let mut shape = self.shape.clone();
         shape[0] = rows.len();
-        Some(Self::new(shape, Place::Shard { bytes: bytes.clone(), range, dtype: *dtype }))
+        let (bytes, dtype, name) = (bytes.clone(), *dtype, name.clone());
+        Some(Self::new(shape, Place::Shard { bytes, range, dtype, name, first_row: first_row + rows.start }))
     }
 
     fn view(&self) -> Result<Stored<'_>> {
         let shape = self.shape.as_slice();
         Ok(match &self.place {
-            Place::Shard { bytes, range, dtype } => {
+            Place::Shard { bytes, range, dtype, .. } => {
                 Stored { dtype: *dtype, shape, data: Cow::Borrowed(&bytes[range.clone()]) }
             }
             Place::Gguf { file, name, interleaved_heads } => {

@@ -32,7 +32,7 @@ fn rope_is_read_in_old_and_new_spelling() {
 
     for (change, part) in [
         (json!({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 1e6}}), "rope_theta"),
-        (json!({"rope_scaling": {"type": "yarn", "factor": 4.0}}), "yarn"),
+        (json!({"rope_scaling": {"type": "dynamic", "factor": 4.0}}), "dynamic"),
         (json!({"rope_parameters": {"rope_type": "default", "mrope_section": [1]}}), "mrope_section"),
         (json!({"rope_scaling": {"type": "linear"}}), "rope_scaling.factor"),
         (json!({"rope_theta": -1.0}), "rope_theta"),
@@ -87,6 +87,17 @@ fn bad_target_configs_name_field_and_value() {
         ("use_sliding_window", json!(true), ["use_sliding_window", "full attention"]),
         ("layer_types", json!(["full_attention", "sliding_attention"]), ["layer_types", "sliding_attention"]),
         ("quantization_config", json!({"bits": 4}), ["quantization_config", "f16"]),
+        ("quantization", json!({"bits": 4}), ["quantization", "f16"]),
+        ("model_type", json!("llama"), ["model_type", "Qwen3ForCausalLM"]),
+        ("qk_norm", json!(false), ["qk_norm", "false"]),
+        ("num_experts", json!(8), ["num_experts", "8"]),
+        ("layer_types", json!(["full_attention"]), ["layer_types", "num_hidden_layers"]),
+        ("final_logit_softcapping", json!(30.0), ["final_logit_softcapping", "30"]),
+        ("logits_scaling", json!(8), ["logits_scaling", "8"]),
+        ("no_rope_layers", json!([1, 0]), ["no_rope_layers", "[1,0]"]),
+        ("hidden_activation", json!("gelu"), ["hidden_activation", "gelu"]),
+        ("use_bidirectional_attention", json!(true), ["use_bidirectional_attention", "true"]),
+        ("layer_norm_eps", json!(1e-3), ["layer_norm_eps", "rms_norm_eps"]),
     ] {
         let mut json = tiny_config(Family::Qwen3);
         json["sliding_window"] = json!(16);
@@ -100,6 +111,19 @@ fn bad_target_configs_name_field_and_value() {
         assert!(message.contains("config.json") && error.hint().is_some(), "{message}");
     }
     assert!(parse(&json!([1])).unwrap_err().to_string().contains("a list"));
+    // Other architectures' keys with the values that change nothing.
+    let mut json = tiny_config(Family::Qwen3);
+    for (key, value) in [
+        ("logit_scale", json!(1.0)),
+        ("no_rope_layers", json!([1, 1])),
+        ("num_experts", json!(0)),
+        ("hidden_activation", json!("silu")),
+        ("final_logit_softcapping", Value::Null),
+        ("layer_types", json!(["full_attention", "full_attention"])),
+    ] {
+        json[key] = value;
+    }
+    parse(&json).unwrap();
     // The window is configured but not in use.
     let mut json = tiny_config(Family::Qwen3);
     json.as_object_mut().unwrap().extend(

@@ -208,10 +208,14 @@ fn gguf_refuses_what_is_not_implemented_by_name() {
     let tensors = tiny_tensors(&config);
     let folder = TempDir::new().unwrap();
     type Change = fn(&mut GgufWriter) -> &mut GgufWriter;
-    let cases: [(&str, Change); 5] = [
+    let cases: [(&str, Change); 9] = [
+        ("llama.logit_scale", |w| w.f32("llama.logit_scale", 0.5)),
+        ("llama.attention.scale", |w| w.f32("llama.attention.scale", 0.25)),
+        ("llama.attention.causal", |w| w.raw("llama.attention.causal", 7, &[0])),
+        ("llama.final_logit_softcapping", |w| w.f32("llama.final_logit_softcapping", 30.0)),
         ("llama.expert_count", |w| w.u32("llama.expert_count", 8)),
         ("llama.attention.sliding_window", |w| w.u32("llama.attention.sliding_window", 128)),
-        ("yarn", |w| w.string("llama.rope.scaling.type", "yarn")),
+        ("longrope", |w| w.string("llama.rope.scaling.type", "longrope")),
         ("split.count", |w| w.raw("split.count", 2, &[3, 0])),
         ("rope_freqs.weight", |w| w.tensor("rope_freqs.weight", &[3], 0, &[0; 12])),
     ];

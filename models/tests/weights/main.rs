@@ -4,9 +4,11 @@
 #![expect(clippy::unwrap_used, clippy::print_stdout, reason = "helpers of tests; a skipped test says so")]
 
 mod configs;
+mod finite;
 mod gguf;
 mod loading;
 mod real_files;
+mod rope;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;

@@ -14,7 +14,7 @@ use super::metrics::{Round, calibration};
 use super::prompts::Prompt;
 use super::speed::{Piece, Timing};
 use super::turns::{self, Probe, Run, Turn};
-use crate::drafter::Drafter;
+use crate::drafter::{Drafter, limits};
 use crate::engine::{Adaptive, Engine, Finished, Request, RequestOptions, StepCosts};
 use crate::error::{Error, Result};
 use crate::progress::{Context, Event};
@@ -175,6 +175,15 @@ impl<'a> Plan<'a> {
         let Plan { target, settings, .. } = *self;
         let longest = self.prompts.iter().map(|prompt| prompt.ids.len()).max().unwrap_or(0);
         let (slots, capacity) = (settings.batch_size.min(self.prompts.len()), longest + settings.max_new_tokens);
+        if let Some(warning) = self.drafter.and_then(|drafter| limits::beyond_context(&drafter.config(), capacity)) {
+            ctx.warn(warning);
+        }
+        if settings.ngram_block > settings.max_new_tokens && settings.proposers.contains(&Contender::Ngram) {
+            ctx.warn(format!(
+                "`eval.ngram_block` is {}: at most the {} tokens of `eval.max_new_tokens` can be proposed",
+                settings.ngram_block, settings.max_new_tokens
+            ));
+        }
         let mut engines = Vec::new();
         for &contender in &settings.proposers {
             let lookup = || Box::new(NgramProposer::new(settings.ngram_max, settings.ngram_block));

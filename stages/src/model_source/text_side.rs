@@ -144,13 +144,18 @@ fn from_folder(model: &ResolvedModel) -> Result<Parts> {
         default_template(&settings["chat_template"]).map(Into::into)
     };
     let template = template.ok_or_else(|| no_template(model, "`chat_template.jinja` or `tokenizer_config.json`"))?;
-    let text = |key: &str, id: Option<u32>| {
-        let stated = settings[key].as_str().or(settings[key]["content"].as_str()).map(Into::into);
+    let text = |key: &str, id: Option<u32>| -> Result<String> {
+        let stated: Option<String> = settings[key].as_str().or(settings[key]["content"].as_str()).map(Into::into);
+        if stated.is_none() && !settings[key].is_null() {
+            let file = folder.join("tokenizer_config.json");
+            let problem = format!("field `{key}` is {}, expected a text or an object with `content`", settings[key]);
+            return Err(Error::Input(format!("`{}`: {problem}", file.display())));
+        }
         let by_id = || Some(String::from_utf8_lossy(tokenizer.token_bytes(id?)?).into_owned());
-        stated.or_else(by_id).unwrap_or_default()
+        Ok(stated.or_else(by_id).unwrap_or_default())
     };
-    let bos_text = text("bos_token", config.bos_token_id);
-    let eos_text = text("eos_token", config.eos_token_ids.first().copied());
+    let bos_text = text("bos_token", config.bos_token_id)?;
+    let eos_text = text("eos_token", config.eos_token_ids.first().copied())?;
     // What is stated counts before the post-processor of `tokenizer.json`.
     let tokenizer = match settings["add_bos_token"].as_bool() {
         None => tokenizer,

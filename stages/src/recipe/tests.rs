@@ -117,6 +117,22 @@ fn four_bits_are_for_targets_alone() {
 }
 
 #[test]
+fn a_draft_vocabulary_smaller_than_the_rank_of_the_markov_head_is_refused() {
+    let mut recipe = quickstart();
+    for (size, rank, fits) in [(64, 64, true), (63, 64, false), (1, 2, false), (8, 8, true), (8, 9, false)] {
+        recipe.apply_set(&format!("draft.vocab_size={size}")).unwrap();
+        recipe.apply_set(&format!("draft.markov_rank={rank}")).unwrap();
+        let checked = recipe.validate().map_err(|error| error.to_string());
+        let names = |text: &String| {
+            text.contains(&format!("`draft.vocab_size` is {size}"))
+                && text.contains(&format!("`draft.markov_rank` ({rank})"))
+        };
+        assert_eq!(checked.is_ok(), fits, "{checked:?}");
+        assert!(checked.as_ref().err().is_none_or(names), "{checked:?}");
+    }
+}
+
+#[test]
 fn overrides_take_toml_bare_text_and_none() {
     let mut recipe = quickstart();
     for assignment in [

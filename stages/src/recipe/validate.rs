@@ -139,6 +139,12 @@ impl Recipe {
             "random with `draft.markov_rank` 0",
         );
         problems.check(draft.vocab_size != Some(0), "draft.vocab_size", 0, "at least 1, or no such key for all tokens");
+        if let Some(size) = draft.vocab_size.filter(|&size| size > 0) {
+            let rank = draft.markov_rank;
+            let allowed =
+                format!("at least `draft.markov_rank` ({rank}), the rank that a head of so many tokens can have");
+            problems.check(size >= rank, "draft.vocab_size", size, allowed);
+        }
         problems.check(draft.sliding_window != Some(0), "draft.sliding_window", 0, "at least 1, or no such key");
         self.check_experts(problems);
     }

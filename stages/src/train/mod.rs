@@ -10,11 +10,12 @@ pub mod checkpoint;
 mod diagnose;
 pub mod ema;
 pub mod log;
+mod start;
 pub mod step;
 pub mod tensorboard;
 pub mod vocabulary;
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -297,7 +298,12 @@ fn initial_parameters(
     if let Some(from) = &recipe.init.from {
         ctx.note(format!("starting from checkpoint `{}`", from.display()));
         let start = crate::drafter::open(from, model)?;
-        check_start(&DrafterConfig::from_json(&from.join("config.json"), &start.config)?, config, from)?;
+        let saved = DrafterConfig::from_json(&from.join("config.json"), &start.config)?;
+        start::check(from, &saved, &start.weights, config, vocabulary)?;
+        if saved.proposals() != config.proposals() {
+            let (there, here) = (saved.proposals(), config.proposals());
+            ctx.note(format!("the checkpoint was trained for {there} proposals, the recipe wants {here}"));
+        }
         return checkpoint::read_parameters(&start.weights, config, vocabulary);
     }
     match config {
@@ -310,38 +316,6 @@ fn initial_parameters(
             }
             Ok(parameters)
         }
-    }
-}
-
-/// Refuses a checkpoint whose tensors would fit but mean something else.
-fn check_start(saved: &DrafterConfig, config: &DrafterConfig, from: &Path) -> Result<()> {
-    let mismatch = |what: &str, left: &str, right: &str, hint: &str| {
-        Err(Error::Mismatch {
-            what: what.into(),
-            left: format!("{left} in `{}`", from.display()),
-            right: format!("{right} in the recipe"),
-            hint: Some(hint.into()),
-        })
-    };
-    let kind = |config: &DrafterConfig| match config {
-        DrafterConfig::Block(_) => "a block drafter",
-        DrafterConfig::Eagle3(_) => "Eagle3",
-    };
-    match (saved, config) {
-        (DrafterConfig::Block(saved), DrafterConfig::Block(config)) if saved.layout() != config.layout() => {
-            let hint = "set `draft.sample_from_anchor` (and `draft.block_size`) as the checkpoint has them";
-            mismatch("block layout", saved.layout().name(), config.layout().name(), hint)
-        }
-        (DrafterConfig::Eagle3(saved), DrafterConfig::Eagle3(config))
-            if saved.norm_before_residual != config.norm_before_residual =>
-        {
-            let [saved, config] = [saved, config].map(|config| config.norm_before_residual.to_string());
-            mismatch("norm_before_residual", &saved, &config, "such a drafter cannot be trained on")
-        }
-        (DrafterConfig::Block(_), DrafterConfig::Block(_)) | (DrafterConfig::Eagle3(_), DrafterConfig::Eagle3(_)) => {
-            Ok(())
-        }
-        _ => mismatch("kind of drafter", kind(saved), kind(config), "set `draft.algorithm` as the checkpoint has it"),
     }
 }
 

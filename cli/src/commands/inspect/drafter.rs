@@ -8,7 +8,7 @@ use deepspec_models::formats::{Canonical, Lender};
 use deepspec_stages::export::{block_rule, target_layer_ids};
 use serde_json::{Value, json};
 
-use super::model::{add_layer_ids, drafter_facts};
+use super::model::{add_layer_ids, add_values_problems, drafter_facts};
 use super::report::Report;
 use crate::failure::Refusal;
 
@@ -37,6 +37,7 @@ pub(super) fn inspect(folder: &Path, target: Option<&Path>) -> anyhow::Result<Re
     let rows =
         weights.names().map(|name| vec![json!(name), json!(weights.shape(name)), json!(weights.stored_type(name))]);
     report.table("tensors", &["name", "shape", "type"], rows.collect());
+    add_values_problems(&mut report, weights, |_| true);
     if let Some(lender) = &lender {
         let (drafters, targets) = (drafter.config["num_target_layers"].as_u64(), lender.config().num_hidden_layers);
         if let Some(layers) = drafters.filter(|&layers| layers != targets as u64) {

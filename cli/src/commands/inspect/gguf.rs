@@ -25,6 +25,9 @@ pub(super) fn inspect(path: &Path) -> anyhow::Result<Report> {
         report.facts("target", model::target_facts(path, &config, weights.as_ref()));
         if let Some(weights) = weights {
             model::add_tensor_problems(&mut report, &weights, &Expected::of_target(&config));
+            // The others are listed below.
+            let is_read = |name: &str| weights.has_readable_type(name);
+            model::add_values_problems(&mut report, &weights, is_read);
         }
     }
     add_tokenizer(&mut report, &gguf);

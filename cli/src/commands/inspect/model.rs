@@ -84,6 +84,7 @@ pub(super) fn inspect(folder: &Path, target: Option<&Path>) -> anyhow::Result<Re
                 report.problem(refusal(format!("tensor `{name}` is stored as {kind}, expected one of {expected}")));
             }
         }
+        add_values_problems(&mut report, weights, |_| true);
         if let Some(Config::Drafter(config)) = &config
             && report.problem_count() == 0
         {
@@ -230,6 +231,13 @@ pub(super) fn add_tensor_problems(report: &mut Report, weights: &Weights, expect
             }
             _ => {}
         }
+    }
+}
+
+/// Reads every tensor that `is_read` allows and adds those with values that are not finite.
+pub(super) fn add_values_problems(report: &mut Report, weights: &Weights, is_read: impl Fn(&str) -> bool) {
+    for name in weights.names().filter(|name| !is_derived(name) && is_read(name)) {
+        report.ok(weights.check_finite(name));
     }
 }
 
