@@ -327,6 +327,30 @@ fn the_walk_names_functions_that_are_there() {
 }
 
 #[test]
+fn tables_are_whole() {
+    let mut faults = Vec::new();
+    let cells = |row: &str| row.replace("\\|", "").matches('|').count();
+    for document in documents() {
+        let mut above: Vec<&str> = Vec::new();
+        for line in document.lines() {
+            if line.code.is_some() || !line.text.starts_with('|') {
+                above.clear();
+                continue;
+            }
+            let is_rule = line.text.chars().all(|c| "|-: ".contains(c));
+            let wrong = match above.as_slice() {
+                [] => is_rule,
+                [header] => !is_rule || cells(header) != cells(line.text),
+                [header, ..] => cells(header) != cells(line.text),
+            };
+            faults.extend(wrong.then(|| format!("{}:{} does not fit its table", document.name, line.number)));
+            above.push(line.text);
+        }
+    }
+    none(faults);
+}
+
+#[test]
 fn documents_stay_short() {
     let mut faults = Vec::new();
     for (name, most) in LONGEST {
