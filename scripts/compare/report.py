@@ -34,9 +34,11 @@ def interval(found: dict | None) -> str:
     if not found or not found["speedup"]:
         return NONE
     totals = found["speedup"]["totals"]
+    # A verdict is a word; a reason for none has numbers.
+    without = "" if isinstance(found["verdict"], str) else ", no verdict"
     if totals["low"] is None:
-        return f"{totals['value']:.2f}x"
-    return f"{totals['value']:.2f}x [{totals['low']:.2f}, {totals['high']:.2f}]"
+        return f"{totals['value']:.2f}x{without}"
+    return f"{totals['value']:.2f}x [{totals['low']:.2f}, {totals['high']:.2f}]{without}"
 
 
 def names(drafters: list[dict]) -> list[str]:
@@ -132,9 +134,13 @@ def lossless(drafters: list[dict], labels: list[str]) -> list[str]:
     for drafter, label in zip(drafters, labels):
         for name in ("whole", "adaptive"):
             evaluation = drafter[name]
-            if evaluation["lossless"] is not None:
-                word = "equal" if evaluation["lossless"] else "DO NOT ALL EQUAL"
-                found.append(f"`{label}`, {name}: {evaluation['compared']} answers at temperature 0 {word} plain decoding.")
+            compared = evaluation["comparison"]
+            if not compared["answers"]:
+                continue
+            word = "DO NOT ALL EQUAL" if compared["different"] else "equal"
+            shown = "" if compared["accepted"] else ", which shows nothing"
+            found.append(f"`{label}`, {name}: {compared['answers']} answers at temperature 0 {word} plain decoding: "
+                         f"{compared['tokens']} tokens, of which {compared['accepted']} accepted drafts{shown}.")
     return found
 
 

@@ -9,8 +9,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::drafter::Drafter;
 use crate::error::{Error, Result};
-use crate::progress::Context;
 use crate::run_dir::write_atomic;
+use deepspec_engine::progress::Context;
 
 /// Name of the file in a checkpoint's folder.
 pub const CALIBRATION_FILE: &str = "calibration.json";

@@ -20,6 +20,8 @@ mod tests;
 use std::fs::TryLockError;
 use std::io::{Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::Duration;
 
 use serde::Serialize;
 use serde_json::json;
@@ -32,6 +34,9 @@ use crate::recipe::Recipe;
 const RECIPE: &str = "recipe.toml";
 const PROVENANCE: &str = "provenance.json";
 const LOCK: &str = "run.lock";
+/// How often a lock that is held is tried again, and the time between two tries.
+const LOCK_TRIES: usize = 20;
+const LOCK_PAUSE: Duration = Duration::from_millis(10);
 const SHARED_CACHE: &str = "cache.path";
 
 /// Keys that never change what is already written. How many sequences are decoded at once is among them, since a row's
@@ -294,7 +299,17 @@ fn is_occupied(path: &Path) -> Result<bool> {
 fn lock(path: &Path) -> Result<fs_err::File> {
     let mut file =
         fs_err::OpenOptions::new().read(true).write(true).create(true).truncate(false).open(path.join(LOCK))?;
-    match file.file().try_lock() {
+    let mut locked = file.file().try_lock();
+    // A process that this one just started holds copies of open files until it runs its own program, also of a lock that was
+    // given back meanwhile.
+    for _ in 0..LOCK_TRIES {
+        if !matches!(locked, Err(TryLockError::WouldBlock)) {
+            break;
+        }
+        thread::sleep(LOCK_PAUSE);
+        locked = file.file().try_lock();
+    }
+    match locked {
         Ok(()) => {}
         Err(TryLockError::WouldBlock) => {
             let mut owner = String::new();

@@ -7,100 +7,19 @@ mod requests;
 mod tiny;
 #[path = "common/tiny_drafter.rs"]
 mod tiny_drafter;
+#[path = "common/turns_bad.rs"]
+mod turns_bad;
 
 use candle_core::Tensor;
+use deepspec_engine::{Adaptive, Engine, Finished, Request, StepCost, StepCosts};
 use deepspec_models::Error as ModelError;
 use deepspec_models::speculate::{
     DSparkProposer, Distribution, DraftRequest, NgramProposer, NoProposer, Proposal, Proposer, SpeculateError,
 };
 use deepspec_models::target::Target;
-use deepspec_stages::engine::{Adaptive, Engine, Finished, Request, StepCost, StepCosts};
 use requests::request;
 use tiny::target;
-
-/// How a drafter turns bad.
-#[derive(Debug, Clone, Copy, PartialEq)]
-enum Fault {
-    /// Proposing fails as a whole.
-    Propose,
-    /// Taking features fails.
-    Observe,
-    /// A row of one request has no distribution after its second token.
-    Row,
-    /// The confidences of one request are not numbers.
-    Confidence,
-    /// It proposes fewer proposals than it was asked for.
-    Missing,
-}
-
-/// A good drafter that turns bad after a number of calls.
-struct TurnsBad<'a> {
-    inner: Box<dyn Proposer + 'a>,
-    fault: Fault,
-    good_calls: usize,
-}
-
-impl TurnsBad<'_> {
-    fn is_bad(&mut self) -> bool {
-        let was_good = self.good_calls > 0;
-        self.good_calls = self.good_calls.saturating_sub(1);
-        !was_good
-    }
-}
-
-impl Proposer for TurnsBad<'_> {
-    fn name(&self) -> &'static str {
-        self.inner.name()
-    }
-
-    fn block_size(&self) -> usize {
-        self.inner.block_size()
-    }
-
-    fn feature_layers(&self) -> &[i32] {
-        self.inner.feature_layers()
-    }
-
-    fn observe(&mut self, features: &Tensor, commits: &[(usize, usize)]) -> Result<(), ModelError> {
-        if self.fault == Fault::Observe && self.is_bad() {
-            return Err(ModelError::Batch("injected".into()));
-        }
-        self.inner.observe(features, commits)
-    }
-
-    fn propose(&mut self, requests: &[DraftRequest<'_>]) -> Result<Vec<Proposal>, ModelError> {
-        if self.fault == Fault::Observe {
-            return self.inner.propose(requests);
-        }
-        let is_bad = self.is_bad();
-        if is_bad && self.fault == Fault::Propose {
-            return Err(ModelError::Batch("injected".into()));
-        }
-        let mut proposals = self.inner.propose(requests)?;
-        if is_bad {
-            let first = &mut proposals[0];
-            match self.fault {
-                Fault::Row => {
-                    first.tokens.truncate(2);
-                    first.distributions.truncate(2);
-                    first.confidence_logits.truncate(2);
-                    first.fault = Some(SpeculateError::NanLogit { token: 0 });
-                }
-                Fault::Confidence => {
-                    first.confidence_logits.fill(f32::NEG_INFINITY);
-                    first.fault = Some(SpeculateError::Confidence { position: 0, value: f32::NAN });
-                }
-                Fault::Missing => drop(proposals.pop()),
-                Fault::Propose | Fault::Observe => {}
-            }
-        }
-        Ok(proposals)
-    }
-
-    fn release(&mut self, slot: usize) {
-        self.inner.release(slot);
-    }
-}
+use turns_bad::{Fault, TurnsBad};
 
 fn requests(target: &Target) -> Vec<Request> {
     let vocab = target.config().vocab_size;
@@ -155,6 +74,26 @@ fn a_drafter_that_turns_bad_changes_no_answer_and_is_dropped() {
             }
         }
     }
+}
+
+/// Tokens that the target never writes are no fault.
+#[test]
+fn a_useless_drafter_changes_no_answer_and_is_kept() {
+    let target = target();
+    let drafter = tiny_drafter::drafter("decode/dspark_vanilla");
+    let inner = Box::new(DSparkProposer::new(&drafter, target.lm_head(), 8, 64).unwrap());
+    let useless = TurnsBad { inner, fault: Fault::Useless, good_calls: 0 };
+    let mut engine = Engine::new(&target, Box::new(useless), 8, 64).unwrap();
+    let found = run(&mut engine, requests(&target));
+    let plain = run(&mut Engine::new(&target, Box::new(NoProposer), 8, 64).unwrap(), requests(&target));
+    let (mut verified, mut accepted) = (0, 0);
+    for (done, plain) in found.iter().zip(&plain) {
+        assert_eq!(done.output, plain.output);
+        verified += done.rounds.iter().map(|round| round.proposed).sum::<usize>();
+        accepted += done.rounds.iter().map(|round| round.accepted).sum::<usize>();
+    }
+    assert!(verified > 500 && 20 * accepted < verified, "{accepted} of {verified} accepted");
+    assert_eq!(engine.drafter_faults(), None);
 }
 
 /// The request in which it failed goes on without it; others keep it.

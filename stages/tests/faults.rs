@@ -12,6 +12,7 @@ use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
 use candle_core::{DType, Device, Tensor};
+use deepspec_engine::{Engine, Request};
 use deepspec_models::checkpoint;
 use deepspec_models::config::TargetConfig;
 use deepspec_models::linear::Precision as Packing;
@@ -19,7 +20,6 @@ use deepspec_models::speculate::{NoProposer, SpeculateError};
 use deepspec_models::target::Target;
 use deepspec_models::weights::Weights;
 use deepspec_stages::drafter::{Drafter, load_drafter};
-use deepspec_stages::engine::{Engine, Request};
 use deepspec_stages::error::{Error, Result};
 use deepspec_stages::model_source::{ResolvedModel, load_text_side};
 use deepspec_stages::recipe::Precision;

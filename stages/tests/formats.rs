@@ -8,6 +8,8 @@ use std::path::{Path, PathBuf};
 
 use candle_core::{DType, Device};
 use deepspec_datasets::target_cache::{Reader, v2};
+use deepspec_engine::TextSide;
+use deepspec_engine::progress::{Context, Event, Interrupt, Reporter};
 use deepspec_models::config::{DraftConfig, TargetConfig};
 use deepspec_models::formats::{Canonical, Format, PROFILE_FILE};
 use deepspec_models::linear::Precision as Packing;
@@ -15,9 +17,7 @@ use deepspec_models::target::Target;
 use deepspec_models::weights::Weights;
 use deepspec_stages::drafter::load_drafter_for;
 use deepspec_stages::export::{self, CacheExport, DrafterExport};
-use deepspec_stages::model_source::TextSide;
 use deepspec_stages::prepare;
-use deepspec_stages::progress::{Context, Event, Interrupt, Reporter};
 use deepspec_stages::recipe::{AUTO_LAYER_COUNT, Precision, Recipe, TargetLayers, auto_layers};
 use deepspec_stages::run_dir::{Provenance, RunDir};
 use deepspec_stages::target_model::TargetModel;

@@ -13,13 +13,13 @@ mod tiny_drafter;
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use deepspec_models::draft::DSpark;
-use deepspec_models::speculate::{Adjustments, CounterRng, DSparkProposer, Proposer, SamplingParams, Stream};
-use deepspec_models::target::Target;
-use deepspec_stages::engine::{
+use deepspec_engine::{
     Adaptive, Allocation, Engine, FinishReason, Finished, Request, Schedule, Sources, StepCost, StepCosts, TextOptions,
     Update,
 };
+use deepspec_models::draft::DSpark;
+use deepspec_models::speculate::{Adjustments, CounterRng, DSparkProposer, Proposer, SamplingParams, Stream};
+use deepspec_models::target::Target;
 
 use common_requests::request;
 use tiny_drafter::drafter;

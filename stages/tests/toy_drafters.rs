@@ -7,7 +7,8 @@ mod toy;
 
 use std::path::Path;
 
-use candle_core::{Device, Tensor};
+use candle_core::{DType, Tensor};
+use deepspec_engine::{Adaptive, Engine, Finished, Request, RequestOptions, StepCost, StepCosts};
 use deepspec_models::checkpoint;
 use deepspec_models::config::DraftConfig;
 use deepspec_models::draft::initialise;
@@ -15,12 +16,11 @@ use deepspec_models::linear::Precision as Packing;
 use deepspec_models::speculate::{NoProposer, Proposer, SamplingParams};
 use deepspec_models::target::Target;
 use deepspec_stages::drafter::{Drafter, describe, load_drafter};
-use deepspec_stages::engine::{Adaptive, Engine, Finished, Request, RequestOptions, StepCost, StepCosts};
 use deepspec_stages::eval::metrics::{Acceptance, Round};
-use deepspec_stages::recipe::Precision;
+use deepspec_stages::recipe::{Precision, Proposer as Contender};
 use serde_json::{Value, json};
 use tempfile::TempDir;
-use toy::{HEAD_DIM, HIDDEN, MASK, TOKENS, VOCAB, body, embedding, layer, matrix, ones};
+use toy::{HEAD_DIM, HIDDEN, MASK, Named, TOKENS, VOCAB, body, embedding, layer, matrix, ones};
 
 /// Tokens proposed per block.
 const PROPOSALS: usize = 4;
@@ -154,7 +154,7 @@ fn one_function_in_both_layouts_is_accepted_alike_and_the_wrong_flag_is_called_o
         assert_eq!(outputs(found), outputs(&plain));
         let acceptance = acceptance(found);
         assert!(acceptance.tau.unwrap() > 4.8, "{acceptance:?}");
-        assert_eq!(acceptance.idle_warning("dflash"), None);
+        assert_eq!(acceptance.idle_warning("dflash", Contender::Draft), None);
         assert_eq!(drafter.config().proposals(), PROPOSALS);
     }
     assert!(describe(&right[0].config()).contains("anchor-first blocks of 4 rows with 4 proposals"));
@@ -183,7 +183,7 @@ fn one_function_in_both_layouts_is_accepted_alike_and_the_wrong_flag_is_called_o
             let found = decode(&target, Some(&drafter), adaptive);
             assert_eq!(outputs(&found), outputs(&plain));
             let acceptance = acceptance(&found);
-            let warning = acceptance.idle_warning("dflash");
+            let warning = acceptance.idle_warning("dflash", Contender::Draft);
             let is_called_out = warning.is_some_and(|warning| warning.contains("`sample_from_anchor`"));
             assert!(is_called_out, "{from_anchor}: {acceptance:?}");
         }

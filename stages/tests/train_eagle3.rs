@@ -7,13 +7,13 @@ mod common;
 use std::path::{Path, PathBuf};
 
 use candle_core::{DType, Device};
+use deepspec_engine::TextSide;
+use deepspec_engine::progress::{Context, Event, Interrupt, Reporter};
 use deepspec_models::config::{DrafterConfig, TargetConfig};
 use deepspec_models::linear::Precision as Packing;
 use deepspec_models::target::Target;
 use deepspec_models::weights::Weights;
 use deepspec_stages::drafter::{describe, load_drafter};
-use deepspec_stages::model_source::TextSide;
-use deepspec_stages::progress::{Context, Event, Interrupt, Reporter};
 use deepspec_stages::recipe::{Precision, Recipe};
 use deepspec_stages::run_dir::{Provenance, RunDir, read_journal};
 use deepspec_stages::target_model::TargetModel;
@@ -162,7 +162,9 @@ fn eagle3_from_prompts_to_a_lossless_report() {
         let renderer = &bench.model.text.renderer;
         let target = &bench.model.target;
         let report = eval::run(&recipe, &run.eval(), target, Some(&drafter), renderer, &provenance(), context).unwrap();
-        assert_eq!((report.lossless, report.compared), (Some(true), 9));
+        // A drafter of three steps may accept nothing; then equal answers show nothing.
+        assert_ne!(report.lossless, Some(false));
+        assert_eq!((report.comparison.answers, report.comparison.different), (9, 0));
         let info = report.drafter.unwrap();
         assert_eq!((info.name.as_str(), info.block_size, info.layers), ("eagle3", STEPS, 1));
         for result in &report.temperatures {

@@ -3,17 +3,22 @@
 
 #[path = "serve/admission.rs"]
 mod admission;
+#[path = "../../tests/common/mod.rs"]
 mod common;
 #[path = "serve/connections.rs"]
 mod connections;
+#[path = "serve/drafter.rs"]
+mod drafter;
 #[path = "serve/robustness.rs"]
 mod robustness;
-#[path = "common/server.rs"]
+#[path = "serve/server.rs"]
 mod server;
-#[path = "common/tiny.rs"]
+#[path = "../../tests/common/tiny.rs"]
 mod tiny;
-#[path = "common/tiny_drafter.rs"]
+#[path = "../../tests/common/tiny_drafter.rs"]
 mod tiny_drafter;
+#[path = "../../tests/common/turns_bad.rs"]
+mod turns_bad;
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpStream};
@@ -22,7 +27,7 @@ use std::time::{Duration, Instant};
 
 use deepspec_models::config::DrafterConfig;
 use deepspec_models::speculate::{CounterRng, Stream};
-use deepspec_stages::serve::Capacity;
+use deepspec_serve::Capacity;
 use serde_json::{Value, json};
 
 use server::{PATIENCE, Reply, THINK, get, metric, open, post, post_bytes, read, serve, wait_until_idle};

@@ -10,8 +10,8 @@ use futures_util::{Stream, StreamExt as _};
 use serde_json::{Value, json};
 
 use super::answer::{Usage, delta};
+use super::api_error::ApiError;
 use super::engine_thread::{News, Ticket};
-use super::error::ApiError;
 use super::openai::{ApiRequest, Form};
 use super::routes::{App, names, now};
 

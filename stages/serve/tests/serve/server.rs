@@ -7,13 +7,14 @@ use std::sync::Mutex;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use deepspec_models::speculate::DSparkProposer;
-use deepspec_stages::engine::{Engine, Schedule, Sources, StepCost, StepCosts};
-use deepspec_stages::model_source::TextSide;
-use deepspec_stages::progress::{Context, Event, Interrupt, Reporter};
-use deepspec_stages::serve::{ApiKey, ServeOptions, Server};
+use deepspec_engine::TextSide;
+use deepspec_engine::progress::{Context, Event, Interrupt, Reporter};
+use deepspec_engine::{Engine, Schedule, Sources, StepCost, StepCosts};
+use deepspec_models::speculate::{DSparkProposer, Proposer};
+use deepspec_serve::{ApiKey, ServeOptions, Server};
 use serde_json::Value;
 
+use crate::turns_bad::{Fault, TurnsBad};
 use crate::{common, tiny, tiny_drafter};
 
 const TEMPLATE: &str = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}\
@@ -41,11 +42,21 @@ pub(crate) struct Setup {
     pub(crate) queue: usize,
     pub(crate) connections: usize,
     pub(crate) drain: Duration,
+    /// How the drafter turns bad, and after how many calls.
+    pub(crate) fault: Option<(Fault, usize)>,
+    pub(crate) sources: Sources,
 }
 
 impl Default for Setup {
     fn default() -> Self {
-        Self { api_key: None, queue: 2, connections: 512, drain: Duration::from_secs(20) }
+        Self {
+            api_key: None,
+            queue: 2,
+            connections: 512,
+            drain: Duration::from_secs(20),
+            fault: None,
+            sources: Sources::Hybrid,
+        }
     }
 }
 
@@ -84,11 +95,15 @@ pub(crate) fn serve_with<T: Send>(
         let text = TextSide { renderer, bos: Some(256), pad: None };
         let marks = text.reasoning_marks().unwrap();
         assert_eq!([marks.open, marks.close], THINK);
-        let proposer = Box::new(DSparkProposer::new(&drafter, target.lm_head(), 3, 200).unwrap());
+        let mut proposer: Box<dyn Proposer> =
+            Box::new(DSparkProposer::new(&drafter, target.lm_head(), 3, 200).unwrap());
+        if let Some((fault, good_calls)) = setup.fault {
+            proposer = Box::new(TurnsBad { inner: proposer, fault, good_calls });
+        }
         let costs =
             StepCosts::new(vec![StepCost { rows: 1, seconds: 1.0 }, StepCost { rows: 9, seconds: 1.4 }]).unwrap();
         let mut engine =
-            Engine::scheduled(&target, Schedule::Scheduled, Sources::Hybrid, Some(proposer), Some(costs), (3, 200))
+            Engine::scheduled(&target, Schedule::Scheduled, setup.sources, Some(proposer), Some(costs), (3, 200))
                 .unwrap();
         let options = ServeOptions {
             model_name: "tiny".into(),

@@ -148,7 +148,7 @@ impl Engine<'_> {
         let requests: Vec<DraftRequest<'_>> = asked.iter().map(request).collect();
         let proposals = self.sources[index].propose(&requests)?;
         if proposals.len() != requests.len() {
-            return Err(Error::Engine(format!("{} proposals for {} requests", proposals.len(), requests.len())));
+            return Err(Error::Invariant(format!("{} proposals for {} requests", proposals.len(), requests.len())));
         }
         Ok(proposals)
     }

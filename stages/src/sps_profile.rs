@@ -8,10 +8,10 @@ use std::path::Path;
 use deepspec_models::target::Target;
 use serde::{Deserialize, Serialize};
 
-use super::{StepCost, StepCosts};
 use crate::error::{Error, Result};
-use crate::progress::Context;
 use crate::run_dir::write_atomic;
+use deepspec_engine::progress::Context;
+use deepspec_engine::{StepCost, StepCosts};
 
 /// Version of our own form.
 const VERSION: u32 = 1;
@@ -136,7 +136,7 @@ impl Profile {
             Self::Rates(table) => table.entries()?,
             Self::Additive(table) => table.entries(sequences)?,
         };
-        StepCosts::new(entries)
+        Ok(StepCosts::new(entries)?)
     }
 }
 
@@ -281,7 +281,7 @@ fn measure(
     let entries = costs.entries().to_vec();
     let profile = SpsProfile { version: VERSION, fingerprint: fingerprint.clone(), entries };
     let text = serde_json::to_vec_pretty(&profile)
-        .map_err(|error| Error::Engine(format!("cannot write the costs of passes: {error}")))?;
+        .map_err(|error| Error::Invariant(format!("cannot write the costs of passes: {error}")))?;
     if let Some(folder) = kept.parent() {
         fs_err::create_dir_all(folder)?;
     }

@@ -4,8 +4,8 @@ use deepspec_models::config::{DrafterConfig, TargetConfig};
 use deepspec_models::kv_cache::KvCache;
 use deepspec_models::target::head_layout;
 
-use crate::engine::{MOST_UNSEEN, PREFILL_CHUNK};
 use crate::error::{Error, Result};
+use deepspec_engine::{MOST_UNSEEN, PREFILL_CHUNK};
 
 /// Tokens of a sequence where nobody says how many.
 const USUAL_CONTEXT: usize = 4096;

@@ -10,7 +10,7 @@ use deepspec_datasets::conversation::{Message, Role};
 use deepspec_models::speculate::{Adjustments, SamplingParams};
 use serde_json::Value;
 
-use super::error::ApiError;
+use super::api_error::ApiError;
 use super::fields::{Fields, Read, integer, number, wrong_type};
 
 /// Fields of clients that have no effect on an answer.
@@ -243,7 +243,8 @@ fn logit_bias(value: Option<Value>) -> Read<Vec<(u32, f32)>> {
     };
     let entry = |(token, bias): (&String, &Value)| {
         let path = format!("logit_bias.{token}");
-        let token = token.parse().map_err(|_| ApiError::field(&path, format!("`{token}` is not a token id")))?;
+        let token =
+            token.parse().map_err(|_| ApiError::field(&path, format!("the key of `{path}` is not a token id")))?;
         Ok((token, number(&path, bias, -100.0..=100.0)? as f32))
     };
     entries.iter().map(entry).collect()

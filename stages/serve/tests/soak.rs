@@ -10,10 +10,11 @@
     reason = "tests read the environment for how long they run, say what they measured and fail as tests do"
 )]
 
+#[path = "../../tests/common/mod.rs"]
 mod common;
-#[path = "common/tiny.rs"]
+#[path = "../../tests/common/tiny.rs"]
 mod tiny;
-#[path = "common/tiny_drafter.rs"]
+#[path = "../../tests/common/tiny_drafter.rs"]
 mod tiny_drafter;
 
 use std::io::{Read, Write};
@@ -22,11 +23,11 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use deepspec_engine::TextSide;
+use deepspec_engine::progress::{Context, Event, Interrupt, Reporter};
+use deepspec_engine::{Adaptive, Engine, StepCost, StepCosts};
 use deepspec_models::speculate::DSparkProposer;
-use deepspec_stages::engine::{Adaptive, Engine, StepCost, StepCosts};
-use deepspec_stages::model_source::TextSide;
-use deepspec_stages::progress::{Context, Event, Interrupt, Reporter};
-use deepspec_stages::serve::{ServeOptions, Server};
+use deepspec_serve::{ServeOptions, Server};
 use serde_json::{Value, json};
 
 const TEMPLATE: &str = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}\
@@ -40,9 +41,9 @@ const LONG_PROMPT: usize = 480;
 /// Rounds of the short form, the first of which is the warm-up of the others.
 const ROUNDS: usize = 4;
 /// What resident memory may grow by when a long answer joins long prompts. The rows of the steps beside it come to far more.
-const JOINING: usize = 24 << 20;
+const JOINING: usize = 12 << 20;
 /// What it may grow by from round to round, over all rounds together.
-const GROWTH: usize = 8 << 20;
+const GROWTH: usize = 5 << 20;
 
 struct Silent;
 

@@ -9,7 +9,7 @@ use axum::extract::Request;
 use axum::http::{StatusCode, header};
 use http_body_util::BodyExt as _;
 
-use super::error::ApiError;
+use super::api_error::ApiError;
 
 /// Largest body of a request.
 const MOST_BYTES: usize = 4 << 20;

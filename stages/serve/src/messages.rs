@@ -1,8 +1,8 @@
 //! How refusals of the API read: one request for each way of being wrong.
 
-use super::error::ApiError;
+use super::api_error::ApiError;
+use super::faults::{NAME, PATH, faults};
 use super::openai::{ApiRequest, Form, far_too_long, too_long};
-use crate::error::messages::faults;
 
 fn text(error: &ApiError) -> String {
     error.to_json()["error"]["message"].as_str().unwrap().to_owned()
@@ -94,5 +94,23 @@ fn every_refusal_of_a_field_reads_as_the_others_do() {
             Ok(_) => panic!("not refused: {body}"),
             Err(error) => check(&error),
         }
+    }
+}
+
+#[test]
+fn every_error_of_the_server_itself_reads_as_the_others_do() {
+    let errors = [
+        super::Error::Io(std::io::Error::other(format!("failed to open `{PATH}`"))),
+        super::Error::Input(format!("cannot listen on `{NAME}`: it is taken")),
+        super::ApiKey::new("").unwrap_err(),
+        super::Error::Memory { what: "caches".into(), needed: 9, available: 8, hint: "give less".into() },
+        super::Error::Invariant("the thread that serves connections panicked".into()),
+    ];
+    for error in errors {
+        for text in [Some(error.to_string()), error.hint()].into_iter().flatten() {
+            assert!(faults(&text).is_empty(), "{:?}: {text}", faults(&text));
+        }
+        let is_fixable = matches!(error, super::Error::ApiKey { .. } | super::Error::Memory { .. });
+        assert_eq!(error.hint().is_some(), is_fixable, "{error}");
     }
 }

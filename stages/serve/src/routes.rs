@@ -19,14 +19,14 @@ use tokio::sync::{Semaphore, mpsc as news_channel};
 
 use super::accept::{Accepted, accept};
 use super::answer::{Answer, Usage};
+use super::api_error::ApiError;
 use super::body::Bodies;
 use super::engine_thread::{Command, Job, News, Place, Shared, Ticket};
-use super::error::ApiError;
 use super::key::ApiKey;
 use super::openai::{ApiRequest, Form};
 use super::stream::{EventWriter, sse};
-use crate::engine::ReasoningMarks;
-use crate::model_source::TextSide;
+use deepspec_engine::ReasoningMarks;
+use deepspec_engine::TextSide;
 
 /// Bytes that are read of a body that nobody is going to look at.
 const UNHEARD_BYTES: usize = 64 << 10;

@@ -2,17 +2,21 @@
 //!
 //! The engine stays on the thread that calls [`Server::run`]; connections live on threads of their own and talk to it through
 //! channels (`engine_thread.rs`). `body.rs`, `openai.rs` and `accept.rs` read requests, `answer.rs` and `stream.rs` write
-//! answers, `routes.rs` joins the two, `http.rs` accepts connections. Nothing here decodes: that is [`crate::engine`].
+//! answers, `routes.rs` joins the two, `http.rs` accepts connections. Nothing here decodes: that is [`deepspec_engine`].
 //!
 //! Same request, same answer, whatever else is being served: greedy answers always; sampled ones if the request carries a
 //! seed, for then its own proposals alone decide what is verified.
 
 mod accept;
 mod answer;
+mod api_error;
 mod body;
 mod capacity;
 mod engine_thread;
-mod error;
+pub mod error;
+#[cfg(test)]
+#[path = "../../src/error/faults.rs"]
+mod faults;
 mod fields;
 mod http;
 mod key;
@@ -35,13 +39,13 @@ use tokio::sync::{Semaphore, watch};
 use self::body::Bodies;
 pub use self::capacity::Capacity;
 use self::engine_thread::{EngineLoop, Shared};
+pub use self::error::{Error, Result};
 use self::http::Limits;
 pub use self::key::ApiKey;
 use self::routes::{App, now, reserve_router, router};
-use crate::engine::{Engine, ReasoningMarks};
-use crate::error::{Error, Result};
-use crate::model_source::TextSide;
-use crate::progress::Context;
+use deepspec_engine::TextSide;
+use deepspec_engine::progress::Context;
+use deepspec_engine::{Engine, ReasoningMarks};
 
 /// Threads for connections; tokens come from the engine's.
 const THREADS: usize = 2;
@@ -140,7 +144,7 @@ impl Server {
         let _ = stop.send(true);
         match connections.join() {
             Ok(ended) => Ok(ended?),
-            Err(_) => Err(Error::Engine("the thread that serves connections panicked".into())),
+            Err(_) => Err(Error::Invariant("the thread that serves connections panicked".into())),
         }
     }
 }

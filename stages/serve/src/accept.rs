@@ -8,10 +8,10 @@ use std::sync::atomic::Ordering;
 use deepspec_models::speculate::{SpeculateError, derived_seed};
 
 use super::answer::Usage;
-use super::error::ApiError;
+use super::api_error::ApiError;
 use super::openai::{ApiRequest, Form, Prompt, far_too_long, too_long};
 use super::routes::App;
-use crate::engine::{Reasoning, Request, RequestOptions, TextOptions};
+use deepspec_engine::{Reasoning, Request, RequestOptions, TextOptions};
 
 /// Tokens generated where a completion does not say how many.
 const DEFAULT_TOKENS: usize = 16;

@@ -5,7 +5,7 @@ use deepspec_models::speculate::TokenLogprobs;
 use serde_json::{Value, json};
 
 use super::openai::Form;
-use crate::engine::{FinishReason, RoundRecord, Update};
+use deepspec_engine::{FinishReason, RoundRecord, Update};
 
 /// Log probability that JSON can hold for a token that cannot occur.
 const IMPOSSIBLE: f64 = -9999.0;

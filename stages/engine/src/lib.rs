@@ -12,16 +12,18 @@ pub mod adaptive;
 pub mod commit;
 mod draft;
 mod drafter_faults;
+pub mod error;
 mod estimates;
 mod length;
 pub mod prefix_scheduler;
+pub mod progress;
 pub mod round;
 pub mod schedule;
 pub mod sequence;
 mod share;
-pub mod sps_profile;
 pub mod step_costs;
 pub mod text;
+pub mod text_side;
 
 use std::collections::VecDeque;
 use std::time::Instant;
@@ -32,21 +34,24 @@ use deepspec_models::target::Target;
 
 pub use adaptive::Adaptive;
 pub use drafter_faults::DrafterFaults;
+pub use error::{Error, Result};
 pub use schedule::{Schedule, Sources};
 pub use sequence::{FinishReason, Finished, Request, RequestOptions, RequestStats, RoundRecord};
 pub use share::Allocation;
 pub use step_costs::{StepCost, StepCosts};
 pub use text::{Piece, Reasoning, ReasoningMarks, TextOptions};
+pub use text_side::TextSide;
 
-use crate::error::{Error, Result};
 use sequence::Sequence;
 
+/// Tokens per round below which speculation is of no use: next to nothing is accepted.
+pub const IDLE_TAU: f64 = 1.05;
 /// Prompt tokens of one sequence that a step reads at most.
-pub(crate) const PREFILL_CHUNK: usize = 256;
+pub const PREFILL_CHUNK: usize = 256;
 /// Prompt tokens that a step reads at most, of all sequences together: the others wait for it.
 const PREFILL_STEP: usize = 512;
 /// Positions of one sequence whose features may wait before a drafter that is not asked is given them all the same.
-pub(crate) const MOST_UNSEEN: usize = 256;
+pub const MOST_UNSEEN: usize = 256;
 
 /// Wall-clock time of a number of steps.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
@@ -155,7 +160,9 @@ impl<'a> Engine<'a> {
     ) -> Result<Self> {
         if !lookup.is_lookup() || drafter.is_lookup() {
             let (first, second) = (lookup.name(), drafter.name());
-            return Err(Error::Engine(format!("a hybrid of `{first}` and `{second}`, not of a lookup and a drafter")));
+            return Err(Error::Invariant(format!(
+                "a hybrid of `{first}` and `{second}`, not of a lookup and a drafter"
+            )));
         }
         Self::with_sources(target, vec![lookup, drafter], slots, capacity)
     }

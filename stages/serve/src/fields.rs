@@ -5,7 +5,7 @@ use std::ops::{Bound, RangeBounds, RangeInclusive};
 
 use serde_json::{Map, Value};
 
-use super::error::ApiError;
+use super::api_error::ApiError;
 
 /// The fields of a request, or of an object in it.
 #[derive(Debug)]

@@ -12,10 +12,10 @@ use std::time::{Duration, Instant};
 use tokio::sync::mpsc::Sender;
 
 use super::metrics::{DraftTotals, Metrics, Outcome, Step};
-use crate::engine::{Engine, Request, Update};
-use crate::error::{Error, Result};
-use crate::eval::metrics::IDLE_TAU;
-use crate::progress::{Context, Event};
+use deepspec_engine::IDLE_TAU;
+use deepspec_engine::progress::{Context, Event};
+use deepspec_engine::{Engine, Request, Update};
+use deepspec_engine::{Error, Result};
 
 /// How often an idle server looks whether it is to stop.
 const PATIENCE: Duration = Duration::from_millis(50);

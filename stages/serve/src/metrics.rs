@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use serde::Serialize;
 
-use super::error::Reason;
-use crate::engine::{DrafterFaults, FinishReason, PhaseTimes, RoundRecord};
+use super::api_error::Reason;
+use deepspec_engine::{DrafterFaults, FinishReason, PhaseTimes, RoundRecord};
 
 /// Upper ends of the buckets of times, in seconds.
 const BUCKETS: [f64; 14] = [0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0];
