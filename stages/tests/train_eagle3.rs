@@ -175,7 +175,7 @@ fn eagle3_from_prompts_to_a_lossless_report() {
 }
 
 #[test]
-fn a29_an_interrupted_run_goes_on_to_the_same_bytes() {
+fn an_interrupted_run_goes_on_to_the_same_bytes() {
     let bench = Bench::new(&["draft.vocab_size=90"]);
     let whole = bench.train("whole", None).unwrap();
     let stopped = bench.train("stopped", Some(3)).unwrap_err();

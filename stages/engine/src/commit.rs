@@ -52,7 +52,7 @@ mod tests {
     #[test]
     fn ends_inside_an_accepted_block() {
         let block = [10, 11, 99, 20, 21, 22];
-        // Case A6: the stop token wins over a budget that would end later in the same block.
+        // The stop token wins over a budget that would end later in the same block.
         assert_eq!(run(5, &block), (vec![10, 11, 99], Some(FinishReason::Stop)));
         assert_eq!(run(2, &block), (vec![10, 11], Some(FinishReason::Length)));
         assert_eq!(run(3, &block), (vec![10, 11, 99], Some(FinishReason::Stop)));

@@ -1,4 +1,4 @@
-//! How many tokens of a proposal to verify: the prefix that promises most tokens per unit of time (SPEC §8).
+//! How many tokens of a proposal to verify: the prefix that promises most tokens per unit of time.
 
 /// Length of the prefix to verify. Going on from length l is worth it while some longer prefix promises more tokens per unit
 /// of time than stopping there.

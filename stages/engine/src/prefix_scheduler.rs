@@ -1,4 +1,4 @@
-//! The hardware-aware prefix scheduler (SPEC §8, the paper's Algorithm 1): how many tokens of each sequence's proposal one pass
+//! The hardware-aware prefix scheduler (the DSpark paper's Algorithm 1): how many tokens of each sequence's proposal one pass
 //! verifies, so that all sequences together commit most tokens per unit of time.
 //!
 //! A token's *survival* is the probability that it and all before it in its proposal are accepted. Survivals never rise along

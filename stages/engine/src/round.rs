@@ -272,7 +272,7 @@ mod tests {
 
     use super::*;
 
-    /// Case A7: a block verified whole that holds the end at its third token counts three tokens, not six.
+    /// A block verified whole that holds the end at its third token counts three tokens, not six.
     #[test]
     fn what_comes_after_the_end_is_not_counted() {
         let draft = || Draft {

@@ -212,7 +212,7 @@ mod tests {
         assert_eq!(run("end\n", &["\n\n"]).0.concat(), "end\n");
     }
 
-    /// Case A19 (an emoji of several tokens at the end) and the text side of A20 (the budget ends inside one).
+    /// An emoji of several tokens at the end, and a budget that ends inside one.
     #[test]
     fn characters_stay_whole() {
         let text = "né 日本 👍🏽e\u{301}";
@@ -253,7 +253,7 @@ mod tests {
         Piece { reasoning: reasoning.into(), text: text.into() }
     }
 
-    /// Case A18: one step holds the end of the reasoning, the mark and the start of the answer.
+    /// One step holds the end of the reasoning, the mark and the start of the answer.
     #[test]
     fn reasoning_and_answer_are_both_whole() {
         let outputs = [

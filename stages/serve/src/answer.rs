@@ -218,7 +218,7 @@ fn round_json(round: &RoundRecord, update: &Update, tokenizer: &Tokenizer) -> Va
 mod tests {
     use super::*;
 
-    /// Case A18, what is sent of it.
+    /// What is sent when one step ends the reasoning and begins the answer.
     #[test]
     fn a_part_may_hold_reasoning_and_answer() {
         assert_eq!(chat_delta("reason", "answer"), json!({ "reasoning_content": "reason", "content": "answer" }));

@@ -131,7 +131,7 @@ fn chat_parts(events: &[Value]) -> [String; 2] {
     [part("reasoning_content"), part("content")]
 }
 
-/// Case A18 over the API: the same tokens, with the marks as text and split at them.
+/// Reasoning and answer over the API: the same tokens, with the marks as text and split at them.
 #[test]
 fn reasoning_comes_apart_from_the_answer() {
     serve(None, |address, _| {
@@ -179,7 +179,7 @@ fn reasoning_comes_apart_from_the_answer() {
     });
 }
 
-/// Case A20: the budget ends inside a character; what was whole is the answer.
+/// The budget ends inside a character; what was whole is the answer.
 #[test]
 fn a_budget_that_ends_inside_an_emoji_gives_what_was_whole() {
     serve(None, |address, _| {
@@ -512,7 +512,7 @@ fn random_requests_do_no_harm() {
     });
 }
 
-/// Case A24.
+/// Caches larger than the memory allowed are an error at the start, not a hang.
 #[test]
 fn caches_that_do_not_fit_are_refused_at_the_start() {
     let (target, drafter) = (tiny::target(), tiny_drafter::drafter("decode/dspark_vanilla"));

@@ -1,4 +1,4 @@
-//! The target's hidden rows after single tokens, from which the Markov head can start (SPEC §4.7).
+//! The target's hidden rows after single tokens, from which the Markov head can start.
 
 use std::collections::BTreeMap;
 
