@@ -99,7 +99,7 @@ MUTATIONS = [
     ),
     Mutation(
         "gate", "the confidence gate lets the first token below the threshold through",
-        "stages/src/engine/draft.rs",
+        "stages/engine/src/draft.rs",
         "proposal.confidence_logits.iter().position(low).unwrap_or(proposal.tokens.len())",
         "proposal.confidence_logits.iter().position(low).map_or(proposal.tokens.len(), |k| k + 1)",
         stages("decode", "golden_decode_traces_dspark_vanilla"),
@@ -150,7 +150,7 @@ MUTATIONS = [
     ),
     Mutation(
         "rollback", "the cache keeps the row of the first rejected token",
-        "stages/src/engine/round.rs",
+        "stages/engine/src/round.rs",
         "let length = self.cache.len(sequence.slot) - row_count + kept;",
         "let length = (self.cache.len(sequence.slot) - row_count + kept + 1).min(self.cache.len(sequence.slot));",
         stages("decode", "speculation_and_batching_change_no_token"),
@@ -178,10 +178,10 @@ MUTATIONS = [
     ),
     Mutation(
         "kept_features", "features that wait for a resting drafter are views of whole steps",
-        "stages/src/engine/sequence.rs",
+        "stages/engine/src/sequence.rs",
         "self.unseen.push(rows.force_contiguous()?);",
         "self.unseen.push(rows.clone());",
-        stages("soak", "memory_stays_flat_where_long_prompts_run_beside_a_resting_drafter"),
+        Test("deepspec-serve", "soak", "memory_stays_flat_where_long_prompts_run_beside_a_resting_drafter"),
     ),
 ]
 

@@ -5,7 +5,7 @@
 #              target/tools. Known faults need the network's advisory database; where it cannot be had, that part says so and fails.
 #   cuda       scripts/cuda_check.sh rust: clippy over all targets with the features cuda and nccl, with a stand-in for nvcc
 #   sanitize   scripts/sanitize.sh: the library tests of the crates that hold unsafe code under the address sanitizer
-#   soak       stages/tests/soak.rs for SOAK_MINUTES (20) minutes: the server's memory stays a flat line
+#   soak       stages/serve/tests/soak.rs for SOAK_MINUTES (20) minutes: the server's memory stays a flat line
 #   mutations  scripts/mutations.py: seeded mistakes, each of which a named test has to catch
 #
 # Usage: scripts/nightly.sh [check ...]      default: all of them, in this order
@@ -27,7 +27,7 @@ cuda() { scripts/cuda_check.sh rust; }
 
 sanitize() { scripts/sanitize.sh; }
 
-soak() { DEEPSPEC_SOAK_MINUTES=${SOAK_MINUTES:-20} cargo test --release -p deepspec-stages --test soak -- --nocapture; }
+soak() { DEEPSPEC_SOAK_MINUTES=${SOAK_MINUTES:-20} cargo test --release -p deepspec-serve --test soak -- --nocapture; }
 
 mutations() { scripts/mutations.py; }
 

@@ -61,10 +61,12 @@ pub(crate) fn hint(error: &anyhow::Error) -> Option<String> {
     error.chain().find_map(|cause| {
         let refusal = || cause.downcast_ref::<Refusal>().and_then(|error| error.hint.clone());
         let stage = || cause.downcast_ref::<deepspec_stages::Error>().and_then(deepspec_stages::Error::hint);
+        let serve = || cause.downcast_ref::<deepspec_serve::Error>().and_then(deepspec_serve::Error::hint);
+        let engine = || cause.downcast_ref::<deepspec_engine::Error>().and_then(deepspec_engine::Error::hint);
         let model = || cause.downcast_ref::<deepspec_models::Error>().and_then(deepspec_models::Error::hint);
         let data = || cause.downcast_ref::<deepspec_datasets::Error>().and_then(deepspec_datasets::Error::hint);
         let cache = || cause.downcast_ref::<CacheError>().and_then(CacheError::hint);
-        refusal().or_else(stage).or_else(model).or_else(data).or_else(cache)
+        refusal().or_else(stage).or_else(serve).or_else(engine).or_else(model).or_else(data).or_else(cache)
     })
 }
 
@@ -97,6 +99,14 @@ fn code_of(cause: &(dyn StdError + 'static)) -> Option<u8> {
             Fault::Interrupted => INTERRUPTED,
         });
     }
+    match cause.downcast_ref::<deepspec_engine::Error>() {
+        Some(deepspec_engine::Error::Interrupted { .. }) => return Some(INTERRUPTED),
+        Some(deepspec_engine::Error::Invariant(_)) => return Some(BUG),
+        _ => {}
+    }
+    if let Some(deepspec_serve::Error::Invariant(_)) = cause.downcast_ref() {
+        return Some(BUG);
+    }
     match cause.downcast_ref::<Model>() {
         Some(Model::Tensor { .. } | Model::NoGradient { .. }) => Some(BUG),
         _ if cause.is::<rayon::ThreadPoolBuildError>() || cause.is::<ctrlc::Error>() => Some(BUG),
@@ -123,9 +133,19 @@ fn io_error<'a>(cause: &'a (dyn StdError + 'static)) -> Option<&'a io::Error> {
         Stage::Cache(error) => of_cache(error),
         _ => None,
     };
+    let of_engine = |error: &'a deepspec_engine::Error| match error {
+        deepspec_engine::Error::Io(error) => Some(error),
+        deepspec_engine::Error::Model(error) => of_model(error),
+        _ => None,
+    };
+    let of_serve = |error: &'a deepspec_serve::Error| match error {
+        deepspec_serve::Error::Io(error) => Some(error),
+        _ => None,
+    };
     let lower = || cause.downcast_ref().and_then(of_model).or_else(|| cause.downcast_ref().and_then(of_data));
     let stage = || cause.downcast_ref().and_then(of_stage).or_else(|| cause.downcast_ref().and_then(of_cache));
-    cause.downcast_ref().or_else(lower).or_else(stage)
+    let upper = || cause.downcast_ref().and_then(of_engine).or_else(|| cause.downcast_ref().and_then(of_serve));
+    cause.downcast_ref().or_else(lower).or_else(stage).or_else(upper)
 }
 
 #[cfg(test)]
@@ -149,7 +169,13 @@ mod tests {
         assert_eq!(exit_code(&stage(deepspec_models::Error::from(missing()).into())), 1);
         assert_eq!(exit_code(&deepspec_models::Error::from(full()).into()), 2);
         assert_eq!(exit_code(&deepspec_datasets::Error::from(missing()).into()), 1);
-        assert_eq!(exit_code(&stage(deepspec_stages::Error::Engine("x".into()))), 2);
+        assert_eq!(exit_code(&stage(deepspec_stages::Error::Invariant("x".into()))), 2);
+        assert_eq!(exit_code(&deepspec_engine::Error::Invariant("x".into()).into()), 2);
+        assert_eq!(exit_code(&deepspec_engine::Error::Input("x".into()).into()), 1);
+        assert_eq!(exit_code(&deepspec_engine::Error::Model(deepspec_models::Error::from(full())).into()), 2);
+        assert_eq!(exit_code(&deepspec_engine::Error::Interrupted { safe: "all is saved" }.into()), 130);
+        assert_eq!(exit_code(&deepspec_serve::Error::Invariant("x".into()).into()), 2);
+        assert_eq!(exit_code(&deepspec_serve::Error::Io(missing()).into()), 1);
         assert_eq!(exit_code(&stage(deepspec_stages::Error::Interrupted { safe: "all is saved" })), 130);
     }
 

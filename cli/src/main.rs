@@ -23,7 +23,7 @@ use std::process::ExitCode;
 
 use anyhow::Context as _;
 use clap::Parser as _;
-use deepspec_stages::progress::{Context, Interrupt};
+use deepspec_engine::progress::{Context, Interrupt};
 
 use crate::args::{Arguments, GlobalOptions};
 use crate::printer::Printer;

@@ -4,7 +4,7 @@ use std::io::IsTerminal as _;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use deepspec_stages::progress::{Event, Reporter};
+use deepspec_engine::progress::{Event, Reporter};
 use indicatif::{HumanDuration, ProgressBar, ProgressStyle};
 
 use crate::args::GlobalOptions;

@@ -40,7 +40,8 @@ fn files_of_a_run_of_exports_and_of_caches_follow_the_umask() {
     let model = model_folder(root);
     let prompts = root.join("prompts.jsonl");
     let row = |i: u32| json!({ "id": i, "messages": [{ "role": "user", "content": format!("word {i} {}", i * 7) }] });
-    fs_err::write(&prompts, (0..6).map(|i| format!("{}\n", row(i))).collect::<String>() + "{\"broken\n").unwrap();
+    let rows: Vec<String> = (0..6).map(|i| row(i).to_string()).collect();
+    fs_err::write(&prompts, rows.join("\n") + "\n{\"broken\n").unwrap();
     let settings = [
         format!("target.model={}", model.display()),
         format!("data.prompts={}", prompts.display()),
@@ -70,8 +71,7 @@ fn files_of_a_run_of_exports_and_of_caches_follow_the_umask() {
             deepspec(umask, &home, &arguments);
         }
         let (draft, out) = (run.join("checkpoints/step-000004"), run.join("exported"));
-        let export =
-            ["export", "--to", "speculators", "--draft", draft.to_str().unwrap(), "--out", out.to_str().unwrap()];
+        let export = ["export", "--to", "deepspec", "--draft", draft.to_str().unwrap(), "--out", out.to_str().unwrap()];
         deepspec(umask, &home, &export.map(str::to_owned));
         let (cache, v2) = (run.join("cache"), run.join("cache-v2"));
         let export = ["export", "--to", "cache-v2", "--cache", cache.to_str().unwrap(), "--out", v2.to_str().unwrap()];

@@ -4,7 +4,7 @@
 //! target's logits t = E·h_target:
 //!
 //! * CE = −log p_d(label), TV = Σ|p_d − p_t|, KL = Σ p_t (log p_t − log p_d) at a temperature,
-//!   acceptance a = 1 − ½ TV (SPEC §5; DSpark Eq. 8–11).
+//!   acceptance a = 1 − ½ TV (DSpark paper, Eq. 8–11).
 //!
 //! The drafter may know only some of the target's tokens. p_t is still the softmax over all of them; p_d is 0 for the
 //! tokens that the drafter lacks. So TV is the sum over the draft tokens plus the mass m that p_t has elsewhere, the exact

@@ -27,12 +27,11 @@ fn layouts(drafter: Drafter) -> Vec<Format> {
     let mut layouts = vec![Format::Deepspec];
     layouts.extend(match drafter {
         Drafter::OnePlusN => &[Format::Zlab, Format::Speculators][..],
-        Drafter::AnchorFirst | Drafter::DSparkSmall => &[Format::Speculators, Format::Specforge],
+        Drafter::AnchorFirst | Drafter::DSparkSmall | Drafter::Eagle3Small => &[Format::Speculators, Format::Specforge],
         Drafter::DSpark | Drafter::DSparkGated | Drafter::DSparkRnn => {
             &[Format::Speculators, Format::Sglang, Format::Specforge]
         }
         Drafter::Eagle3 => &[Format::Speculators],
-        Drafter::Eagle3Small => &[Format::Speculators, Format::Specforge],
     });
     layouts
 }
@@ -203,12 +202,11 @@ fn key_of(path: &str) -> &str {
 
 fn changed(config: &Value, path: &str, value: Option<Value>) -> Value {
     let mut config = config.clone();
-    match value {
-        Some(value) => *config.pointer_mut(path).unwrap() = value,
-        None => {
-            let (parent, key) = path.rsplit_once('/').unwrap();
-            config.pointer_mut(parent).unwrap().as_object_mut().unwrap().remove(key);
-        }
+    if let Some(value) = value {
+        *config.pointer_mut(path).unwrap() = value;
+    } else {
+        let (parent, key) = path.rsplit_once('/').unwrap();
+        config.pointer_mut(parent).unwrap().as_object_mut().unwrap().remove(key);
     }
     config
 }

@@ -150,7 +150,7 @@ fn types_survive_a_conversion() {
 
 /// Heads in each type load and compute; a type that is not read is named.
 #[test]
-fn top12_heads_load_in_every_float_type() {
+fn heads_load_in_every_float_type() {
     let folder = TempDir::new().unwrap();
     for dtype in [DType::F32, DType::F16, DType::BF16] {
         deepspec(folder.path(), Drafter::DSparkSmall, dtype);
@@ -164,9 +164,9 @@ fn top12_heads_load_in_every_float_type() {
     }
 }
 
-/// TOP 12: each stored tensor of each format in turn is dropped, renamed, retyped and reshaped.
+/// Each stored tensor of each format in turn is dropped, renamed, retyped and reshaped.
 #[test]
-fn top12_each_faulty_tensor_is_named() {
+fn each_faulty_tensor_is_named() {
     let folder = TempDir::new().unwrap();
     for (format, drafter) in holdings() {
         let (own, theirs, bad) = (folder.path().join("own"), folder.path().join("theirs"), folder.path().join("bad"));
@@ -425,9 +425,9 @@ fn specforge_nests_dspark_and_calls_the_eagle_layer_midlayer() {
 
 // ---- conventions ----
 
-/// TOP 2 and A12: the embedding, layers and the last layer in each convention and back.
+/// The embedding, layers and the last layer in each convention and back.
 #[test]
-fn a12_layer_ids_in_four_conventions() {
+fn layer_ids_in_four_conventions() {
     let ours = [-1, 0, 2, 3];
     for (convention, theirs) in [
         (LayerIds::Output, [-1, 0, 2, 3]),
@@ -444,9 +444,9 @@ fn a12_layer_ids_in_four_conventions() {
     }
 }
 
-/// A12: −1 passes through every format, the target's last layer is refused in every one, never clamped.
+/// −1 passes through every format, the target's last layer is refused in every one, never clamped.
 #[test]
-fn a12_the_last_layer_is_refused_in_every_format() {
+fn the_last_layer_is_refused_in_every_format() {
     let folder = TempDir::new().unwrap();
     for (format, drafter) in holdings() {
         let (own, theirs) = (folder.path().join("own"), folder.path().join("theirs"));
@@ -493,9 +493,9 @@ fn without(key: &'static str) -> impl Fn(&mut Value) {
     }
 }
 
-/// TOP 1 and A11: what each format means without the flag.
+/// What each format means without the flag.
 #[test]
-fn a11_the_block_rule_without_a_flag_is_that_of_the_format() {
+fn the_block_rule_without_a_flag_is_that_of_the_format() {
     for (format, drafter, expected) in [
         (Format::Deepspec, Drafter::DSpark, true),
         (Format::Deepspec, Drafter::AnchorFirst, true),
@@ -698,9 +698,9 @@ fn layouts_are_told_apart_or_refused_with_what_was_found() {
 
 // ---- draft vocabulary ----
 
-/// A13: the map or the head of a reduced vocabulary is missing; the map holds offsets.
+/// The map or the head of a reduced vocabulary is missing; the map holds offsets.
 #[test]
-fn a13_a_draft_vocabulary_needs_its_map_and_head() {
+fn a_draft_vocabulary_needs_its_map_and_head() {
     let folder = TempDir::new().unwrap();
     let lender = Lender::open(target(folder.path())).unwrap();
     for (format, drafter) in holdings().into_iter().filter(|(_, drafter)| drafter.is_small()) {
@@ -727,9 +727,9 @@ fn a13_a_draft_vocabulary_needs_its_map_and_head() {
     }
 }
 
-/// A26: a config exactly as the reference's published 4B drafter has it loads with no extra flag.
+/// A config exactly as the reference's published 4B drafter has it loads with no extra flag.
 #[test]
-fn a26_a_reference_checkpoint_loads_with_no_extra_flags() {
+fn a_reference_checkpoint_loads_with_no_extra_flags() {
     let folder = TempDir::new().unwrap();
     deepspec(folder.path(), Drafter::DSpark, DType::BF16);
     let tensors = stored(folder.path());
@@ -750,9 +750,9 @@ fn a26_a_reference_checkpoint_loads_with_no_extra_flags() {
     assert_eq!((config.markov_rank, config.proposals()), (3, 4));
 }
 
-/// A25: partial rotation and the nested base of the frequencies come through a format unchanged.
+/// Partial rotation and the nested base of the frequencies come through a format unchanged.
 #[test]
-fn a25_rotary_parameters_come_through_every_format() {
+fn rotary_parameters_come_through_every_format() {
     let folder = TempDir::new().unwrap();
     for (format, drafter) in holdings().into_iter().filter(|(_, drafter)| !drafter.is_eagle3()) {
         let (own, theirs) = (folder.path().join("own"), folder.path().join("theirs"));

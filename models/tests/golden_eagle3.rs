@@ -150,9 +150,9 @@ fn golden_eagle3_forward_losses_metrics_and_gradients() {
     relative("gradient norm", gradients.norm().unwrap(), set.summary["grad_norm_all"].as_f64().unwrap(), 5e-4);
 }
 
-/// Public case A5: the last position of the prompt is trained, what lies behind the last position that can be is not.
+/// The last position of the prompt is trained, what lies behind the last position that can be is not.
 #[test]
-fn a5_the_ends_of_the_supervised_part_have_the_gradients_they_should() {
+fn the_ends_of_the_supervised_part_have_the_gradients_they_should() {
     let set = Set::load();
     let features = Var::from_tensor(&set.ragged("in.target_hidden_states")).unwrap();
     let rows = StepRows::supervised(&set.masks(), set.drafter.config().ttt_length);

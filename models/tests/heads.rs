@@ -163,7 +163,7 @@ fn every_trainable_tensor_of_every_form_has_a_gradient() {
 
 /// Through contiguous normalisation, softmax and rotary embedding, and through every head.
 #[test]
-fn a10_gradients_equal_finite_differences() {
+fn gradients_equal_finite_differences() {
     for form in forms().into_iter().filter(|form| form.confidence_with_markov == Some(form.head.is_some())) {
         // The confidence's label is no part of the gradient: its term can be checked for its own head alone. Total variation
         // has kinks, in which differences say nothing.

@@ -9,8 +9,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::drafter::Drafter;
 use crate::error::{Error, Result};
-use crate::progress::Context;
 use crate::run_dir::write_atomic;
+use deepspec_engine::progress::Context;
 
 /// Name of the file in a checkpoint's folder.
 pub const CALIBRATION_FILE: &str = "calibration.json";
@@ -146,9 +146,9 @@ mod tests {
         assert_eq!(bare.describe(), "confidences are calibrated: temperatures [1.00, 2.00, 3.00]");
     }
 
-    /// Case A17: a table with 5 temperatures for a block of 7, and a zero temperature.
+    /// A table with 5 temperatures for a block of 7, and a zero temperature.
     #[test]
-    fn a17_tables_of_another_block_or_with_a_zero_are_refused() {
+    fn tables_of_another_block_or_with_a_zero_are_refused() {
         let folder = tempfile::tempdir().unwrap();
         let wrong = CalibrationTable { temperatures: vec![1.0; 5], ..table() };
         wrong.save(folder.path()).unwrap();

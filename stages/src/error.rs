@@ -1,7 +1,9 @@
 //! Errors of the stages: facts in the variant, advice in [`Error::hint`], the lower crates' errors passed through.
 
 #[cfg(test)]
-pub(crate) mod messages;
+mod faults;
+#[cfg(test)]
+mod messages;
 
 use std::path::PathBuf;
 
@@ -88,18 +90,6 @@ pub enum Error {
         /// Field, value found and what is expected.
         problem: String,
     },
-    /// Something does not fit into memory.
-    #[error("{what} need {:.2} GB of memory, {:.2} GB are available", *needed as f64 / 1e9, *available as f64 / 1e9)]
-    Memory {
-        /// What would be kept there.
-        what: String,
-        /// Bytes needed.
-        needed: u64,
-        /// Bytes to be had.
-        available: u64,
-        /// What to do.
-        hint: String,
-    },
     /// A loss or gradient is infinite or no number, and where that began is known.
     #[error("{what} is not finite at step {step}: {origin}")]
     NotFinite {
@@ -112,12 +102,6 @@ pub enum Error {
         /// What to do.
         hint: String,
     },
-    /// A text cannot be the key of the API.
-    #[error("cannot use the API key: {problem}")]
-    ApiKey {
-        /// What is wrong with it.
-        problem: String,
-    },
     /// A stage has nothing it could work on, or its input contradicts itself.
     #[error("{0}")]
     Input(String),
@@ -129,9 +113,12 @@ pub enum Error {
         /// Requests that it failed in.
         requests: usize,
     },
-    /// An invariant of the engine does not hold.
-    #[error("engine: {0}")]
-    Engine(String),
+    /// An invariant of a stage does not hold.
+    #[error("{0}")]
+    Invariant(String),
+    /// From the engine, where it is none of the others.
+    #[error(transparent)]
+    Engine(deepspec_engine::Error),
     /// From the models crate.
     #[error(transparent)]
     Model(#[from] deepspec_models::Error),
@@ -147,6 +134,18 @@ pub enum Error {
     /// From the TensorBoard event file.
     #[error(transparent)]
     EventFile(#[from] crate::train::tensorboard::EventFileError),
+}
+
+impl From<deepspec_engine::Error> for Error {
+    fn from(error: deepspec_engine::Error) -> Self {
+        match error {
+            deepspec_engine::Error::Interrupted { safe } => Self::Interrupted { safe },
+            deepspec_engine::Error::Input(problem) => Self::Input(problem),
+            deepspec_engine::Error::Io(error) => Self::Io(error),
+            deepspec_engine::Error::Model(error) => Self::Model(error),
+            other => Self::Engine(other),
+        }
+    }
 }
 
 impl From<candle_core::Error> for Error {
@@ -180,12 +179,7 @@ impl Error {
                 "fit it again with `deepspec eval --calibrate`, or do without it: `--set eval.calibration=false`"
                     .into(),
             ),
-            Self::Memory { hint, .. } | Self::NotFinite { hint, .. } => Some(hint.clone()),
-            Self::ApiKey { .. } => Some(
-                "give one word of visible ASCII, such as `openssl rand -hex 32` prints; without `--api-key` and \
-                 `DEEPSPEC_API_KEY` the server asks for none"
-                    .into(),
-            ),
+            Self::NotFinite { hint, .. } => Some(hint.clone()),
             Self::DrafterFailed { .. } => Some(
                 "look at the checkpoint with `deepspec inspect`, or use another one; the target alone decodes as ever"
                     .into(),
@@ -201,7 +195,8 @@ impl Error {
             Self::Recipe { .. } => {
                 Some("correct that in the recipe, or change the value with `--set KEY=VALUE`".into())
             }
-            Self::Io(_) | Self::Input(_) | Self::Engine(_) => None,
+            Self::Engine(error) => error.hint(),
+            Self::Io(_) | Self::Input(_) | Self::Invariant(_) => None,
         }
     }
 
@@ -209,7 +204,7 @@ impl Error {
     pub fn fault(&self) -> Fault {
         match self {
             Self::Interrupted { .. } => Fault::Interrupted,
-            Self::Io(_) | Self::Engine(_) => Fault::Environment,
+            Self::Io(_) | Self::Engine(_) | Self::Invariant(_) => Fault::Environment,
             Self::Model(deepspec_models::Error::Tensor { .. } | deepspec_models::Error::NoGradient { .. }) => {
                 Fault::Environment
             }

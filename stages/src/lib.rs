@@ -1,21 +1,19 @@
-//! What the commands do: prepare, train, eval, serve, quickstart, and the one decoding engine that they share.
+//! What the commands do: prepare, train, eval, export, quickstart.
 //!
-//! Each stage takes a [`recipe::Recipe`], a run folder and a [`progress::Context`], and returns a typed outcome. Nothing
+//! Each stage takes a [`recipe::Recipe`], a run folder and a [`Context`](deepspec_engine::progress::Context), and returns a typed outcome. Nothing
 //! here prints, exits or reads the environment.
 
 pub mod calibration;
 pub mod drafter;
-pub mod engine;
 pub mod error;
 pub mod eval;
 pub mod export;
 pub mod model_source;
 pub mod prepare;
-pub mod progress;
 pub mod quickstart;
 pub mod recipe;
 pub mod run_dir;
-pub mod serve;
+pub mod sps_profile;
 pub mod target_model;
 pub mod train;
 

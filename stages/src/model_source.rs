@@ -15,7 +15,7 @@ mod tests;
 use std::path::{Path, PathBuf};
 
 pub use self::fetched::{FetchedCheck, check_fetched, fetched_model_in};
-pub use self::text_side::{TextSide, load_text_side};
+pub use self::text_side::load_text_side;
 use crate::error::{Error, Result};
 
 /// What the caller knows of the machine and the environment.

@@ -9,11 +9,11 @@ use crate::drafter::load_drafter_for;
 use crate::error::Result;
 use crate::eval::{self, EvalOutcome};
 use crate::prepare::{self, PrepareOutcome};
-use crate::progress::Context;
 use crate::recipe::Recipe;
 use crate::run_dir::{Provenance, RunDir};
 use crate::target_model::TargetModel;
 use crate::train::{self, TrainOutcome};
+use deepspec_engine::progress::Context;
 
 /// What the three stages came to.
 #[derive(Debug)]

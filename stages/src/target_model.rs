@@ -11,9 +11,10 @@ use deepspec_models::target::Target;
 use deepspec_models::weights::Weights;
 
 use crate::error::Result;
-use crate::model_source::{ModelSourceConfig, ResolvedModel, TextSide, load_text_side, resolve};
-use crate::progress::Context;
+use crate::model_source::{ModelSourceConfig, ResolvedModel, load_text_side, resolve};
 use crate::recipe::{Precision, TargetRecipe};
+use deepspec_engine::TextSide;
+use deepspec_engine::progress::Context;
 
 /// A loaded target.
 #[derive(Debug)]

@@ -11,6 +11,7 @@ use std::sync::Mutex;
 
 use candle_core::{DType, Device};
 use deepspec_datasets::renderer::Renderer;
+use deepspec_engine::progress::{Context, Event, Interrupt, Reporter};
 use deepspec_models::config::DraftConfig;
 use deepspec_models::draft::{DSpark, ParameterSource};
 use deepspec_models::linear::Precision;
@@ -22,7 +23,6 @@ use deepspec_stages::drafter::Drafter;
 use deepspec_stages::eval::decode::Sample;
 use deepspec_stages::eval::metrics::{self, Round};
 use deepspec_stages::eval::{self, EvalOutcome};
-use deepspec_stages::progress::{Context, Event, Interrupt, Reporter};
 use deepspec_stages::recipe::Recipe;
 use deepspec_stages::run_dir::{Provenance, read_journal};
 use deepspec_stages::{Error, Result};

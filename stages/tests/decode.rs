@@ -13,10 +13,10 @@ mod traces;
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use deepspec_engine::{Adaptive, Engine, Finished, Request, StepCost, StepCosts};
 use deepspec_models::linear::Precision;
 use deepspec_models::speculate::{DSparkProposer, NgramProposer, NoProposer, Proposer, SamplingParams};
 use deepspec_models::target::Target;
-use deepspec_stages::engine::{Adaptive, Engine, Finished, Request, StepCost, StepCosts};
 use serde_json::Value;
 
 use requests::request;

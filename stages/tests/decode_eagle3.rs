@@ -12,11 +12,11 @@ mod traces;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use candle_core::{Device, Tensor};
+use deepspec_engine::{Adaptive, Engine, Finished, Request, StepCost, StepCosts};
 use deepspec_models::linear::Precision;
 use deepspec_models::speculate::{NgramProposer, NoProposer, Proposer, SamplingParams};
 use deepspec_models::target::Target;
 use deepspec_stages::drafter::{Drafter, load_drafter};
-use deepspec_stages::engine::{Adaptive, Engine, Finished, Request, StepCost, StepCosts};
 use deepspec_stages::recipe::Precision as Stored;
 use requests::request;
 use tiny::{load_target, target};

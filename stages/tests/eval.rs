@@ -11,15 +11,15 @@ use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
 use deepspec_datasets::renderer::Renderer;
+use deepspec_engine::progress::{Context, Event, Interrupt, Reporter};
+use deepspec_engine::{Engine, FinishReason, Request, RequestOptions};
 use deepspec_models::speculate::{Distribution, DraftRequest, NoProposer, Proposal, Proposer, SamplingParams};
 use deepspec_models::target::Target;
 use deepspec_stages::drafter::Drafter;
-use deepspec_stages::engine::{Engine, FinishReason, Request, RequestOptions};
 use deepspec_stages::eval::decode::Sample;
 use deepspec_stages::eval::metrics::{Acceptance, Round};
 use deepspec_stages::eval::speed::Timing;
 use deepspec_stages::eval::{self, EvalOutcome};
-use deepspec_stages::progress::{Context, Event, Interrupt, Reporter};
 use deepspec_stages::recipe::Recipe;
 use deepspec_stages::run_dir::{Provenance, read_journal};
 use deepspec_stages::{Error, Result};

@@ -11,12 +11,12 @@ mod tiny_drafter;
 mod turns_bad;
 
 use candle_core::Tensor;
+use deepspec_engine::{Adaptive, Engine, Finished, Request, StepCost, StepCosts};
 use deepspec_models::Error as ModelError;
 use deepspec_models::speculate::{
     DSparkProposer, Distribution, DraftRequest, NgramProposer, NoProposer, Proposal, Proposer, SpeculateError,
 };
 use deepspec_models::target::Target;
-use deepspec_stages::engine::{Adaptive, Engine, Finished, Request, StepCost, StepCosts};
 use requests::request;
 use tiny::target;
 use turns_bad::{Fault, TurnsBad};

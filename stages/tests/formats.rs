@@ -1,5 +1,5 @@
 //! Drafters and target caches in the formats of others, from the stages' side: exports that load and train again, caches that come
-//! back from version 2, and the cases A22 and A23 of vocabulary maps and layer choice.
+//! back from version 2, vocabulary maps and layer choice.
 #![expect(clippy::unwrap_used, reason = "helpers of tests fail as tests do")]
 
 mod common;
@@ -8,6 +8,8 @@ use std::path::{Path, PathBuf};
 
 use candle_core::{DType, Device};
 use deepspec_datasets::target_cache::{Reader, v2};
+use deepspec_engine::TextSide;
+use deepspec_engine::progress::{Context, Event, Interrupt, Reporter};
 use deepspec_models::config::{DraftConfig, TargetConfig};
 use deepspec_models::formats::{Canonical, Format, PROFILE_FILE};
 use deepspec_models::linear::Precision as Packing;
@@ -15,9 +17,7 @@ use deepspec_models::target::Target;
 use deepspec_models::weights::Weights;
 use deepspec_stages::drafter::load_drafter_for;
 use deepspec_stages::export::{self, CacheExport, DrafterExport};
-use deepspec_stages::model_source::TextSide;
 use deepspec_stages::prepare;
-use deepspec_stages::progress::{Context, Event, Interrupt, Reporter};
 use deepspec_stages::recipe::{AUTO_LAYER_COUNT, Precision, Recipe, TargetLayers, auto_layers};
 use deepspec_stages::run_dir::{Provenance, RunDir};
 use deepspec_stages::target_model::TargetModel;
@@ -237,9 +237,9 @@ fn a_profile_says_what_was_measured() {
     assert_eq!(measured["data"][0]["prompts"], json!(24));
 }
 
-/// A22: a map of a reduced vocabulary that was built in a run folder is not used once the recipe wants all tokens.
+/// A map of a reduced vocabulary that was built in a run folder is not used once the recipe wants all tokens.
 #[test]
-fn a22_a_full_vocabulary_after_a_reduced_one_is_full() {
+fn a_full_vocabulary_after_a_reduced_one_is_full() {
     let bench = Bench::new();
     bench.prepare("run");
     let small = bench.recipe(&["draft.vocab_size=9"]);
@@ -254,9 +254,9 @@ fn a22_a_full_vocabulary_after_a_reduced_one_is_full() {
     assert!(text.contains("draft.vocab_size"), "{text}");
 }
 
-/// A23: the automatic choice of feature layers for shallow targets is distinct and in range.
+/// The automatic choice of feature layers for shallow targets is distinct and in range.
 #[test]
-fn a23_automatic_layers_are_distinct_and_in_range() {
+fn automatic_layers_are_distinct_and_in_range() {
     for layers in [3, 5, 7] {
         let mut ids = TargetLayers::Auto.resolve(layers).unwrap();
         assert_eq!(ids.len(), AUTO_LAYER_COUNT.min(layers));

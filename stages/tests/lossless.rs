@@ -12,14 +12,14 @@ mod toy;
 use std::path::Path;
 
 use candle_core::Tensor;
+use deepspec_engine::{
+    Adaptive, Allocation, Engine, FinishReason, Finished, Request, RequestOptions, StepCost, StepCosts,
+};
 use deepspec_models::checkpoint;
 use deepspec_models::linear::Precision as Packing;
 use deepspec_models::speculate::{Adjustments, NgramProposer, NoProposer, Proposer, SamplingParams};
 use deepspec_models::target::Target;
 use deepspec_stages::drafter::{Drafter, load_drafter};
-use deepspec_stages::engine::{
-    Adaptive, Allocation, Engine, FinishReason, Finished, Request, RequestOptions, StepCost, StepCosts,
-};
 use deepspec_stages::recipe::Precision;
 use serde_json::json;
 use tempfile::TempDir;
@@ -324,7 +324,7 @@ impl Scene {
 fn shares(answers: &[Finished]) -> (f64, f64, f64) {
     let rounds = answers.iter().flat_map(|done| &done.rounds);
     let count = rounds.clone().count() as f64;
-    let sum = |part: fn(&deepspec_stages::engine::RoundRecord) -> usize| rounds.clone().map(part).sum::<usize>() as f64;
+    let sum = |part: fn(&deepspec_engine::RoundRecord) -> usize| rounds.clone().map(part).sum::<usize>() as f64;
     (sum(|r| r.block.len()) / count, sum(|r| r.proposed) / count, sum(|r| r.accepted) / count)
 }
 

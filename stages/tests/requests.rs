@@ -13,13 +13,13 @@ mod tiny_drafter;
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use deepspec_models::draft::DSpark;
-use deepspec_models::speculate::{Adjustments, CounterRng, DSparkProposer, Proposer, SamplingParams, Stream};
-use deepspec_models::target::Target;
-use deepspec_stages::engine::{
+use deepspec_engine::{
     Adaptive, Allocation, Engine, FinishReason, Finished, Request, Schedule, Sources, StepCost, StepCosts, TextOptions,
     Update,
 };
+use deepspec_models::draft::DSpark;
+use deepspec_models::speculate::{Adjustments, CounterRng, DSparkProposer, Proposer, SamplingParams, Stream};
+use deepspec_models::target::Target;
 
 use common_requests::request;
 use tiny_drafter::drafter;
@@ -79,7 +79,7 @@ fn prompt(case: u32) -> Vec<u32> {
     (0..4 + case % 5).flat_map(|i| [(case * 37 + i % 2 * 11 + 9) % 250, 65 + i % 3]).collect()
 }
 
-/// Case A8, among others: frequency penalties of both signs, with and without drafter.
+/// Frequency penalties of both signs, with and without drafter.
 #[test]
 fn penalties_and_biases_act_as_in_plain_decoding() {
     let (target, drafter) = (tiny::target(), drafter("decode/dspark_vanilla"));
@@ -189,7 +189,7 @@ fn stop_texts_end_an_answer_where_they_do_in_plain_decoding() {
     }
 }
 
-/// Case A14: long requests and short ones on one slot, filled to the last token that it holds.
+/// Long requests and short ones on one slot, filled to the last token that it holds.
 #[test]
 fn slots_are_used_again_and_to_their_end() {
     let (target, drafter) = (tiny::target(), drafter("decode/dspark_vanilla"));
@@ -220,7 +220,7 @@ fn slots_are_used_again_and_to_their_end() {
     }
 }
 
-/// Case A16: nothing is scheduled by a table that is not there.
+/// Nothing is scheduled by a table that is not there.
 #[test]
 fn a_schedule_without_costs_or_drafter_is_refused() {
     let target = tiny::target();

@@ -8,6 +8,7 @@ mod toy;
 use std::path::Path;
 
 use candle_core::{DType, Tensor};
+use deepspec_engine::{Adaptive, Engine, Finished, Request, RequestOptions, StepCost, StepCosts};
 use deepspec_models::checkpoint;
 use deepspec_models::config::DraftConfig;
 use deepspec_models::draft::initialise;
@@ -15,7 +16,6 @@ use deepspec_models::linear::Precision as Packing;
 use deepspec_models::speculate::{NoProposer, Proposer, SamplingParams};
 use deepspec_models::target::Target;
 use deepspec_stages::drafter::{Drafter, describe, load_drafter};
-use deepspec_stages::engine::{Adaptive, Engine, Finished, Request, RequestOptions, StepCost, StepCosts};
 use deepspec_stages::eval::metrics::{Acceptance, Round};
 use deepspec_stages::recipe::{Precision, Proposer as Contender};
 use serde_json::{Value, json};
@@ -135,7 +135,7 @@ fn outputs(finished: &[Finished]) -> Vec<&[u32]> {
 }
 
 #[test]
-fn a11_one_function_in_both_layouts_is_accepted_alike_and_the_wrong_flag_is_called_out() {
+fn one_function_in_both_layouts_is_accepted_alike_and_the_wrong_flag_is_called_out() {
     let folder = TempDir::new().unwrap();
     let target = toy::target(folder.path(), &successor_head(), Packing::F32);
     let plain = decode(&target, None, None);
@@ -191,7 +191,7 @@ fn a11_one_function_in_both_layouts_is_accepted_alike_and_the_wrong_flag_is_call
 }
 
 #[test]
-fn a9_the_first_maximum_wins_on_every_path() {
+fn the_first_maximum_wins_on_every_path() {
     let folder = TempDir::new().unwrap();
     // 9 follows 4 as well as 5 does, so nothing follows 8 and all tokens are tied there.
     let tied = matrix(
@@ -236,7 +236,7 @@ fn a9_the_first_maximum_wins_on_every_path() {
 
 /// As published for Qwen3 targets, but for the sizes.
 #[test]
-fn a26_a_published_configuration_loads_without_more_flags() {
+fn a_published_configuration_loads_without_more_flags() {
     let config = json!({
         "architectures": ["Qwen3DSparkModel"], "attention_bias": false, "attention_dropout": 0.0, "block_size": 7,
         "bos_token_id": 1, "confidence_head_with_markov": true, "dtype": "bfloat16", "enable_confidence_head": true,

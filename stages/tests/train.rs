@@ -9,6 +9,9 @@ use std::sync::Mutex;
 
 use candle_core::{DType, Device};
 use deepspec_datasets::target_cache::{CacheMeta, Plan, Reader, Sample, StorageMode, Writer};
+use deepspec_engine::TextSide;
+use deepspec_engine::progress::{Context, Event, Interrupt, Reporter};
+use deepspec_engine::{Engine, Finished, Request, RequestOptions};
 use deepspec_models::config::{DraftConfig, TargetConfig};
 use deepspec_models::draft::DraftVocabulary;
 use deepspec_models::linear::Precision as Packing;
@@ -16,10 +19,7 @@ use deepspec_models::speculate::{CounterRng, DraftRequest, NoProposer, Proposer,
 use deepspec_models::target::{NewTokens, Target};
 use deepspec_models::weights::Weights;
 use deepspec_stages::drafter::{Drafter, describe, load_drafter};
-use deepspec_stages::engine::{Engine, Finished, Request, RequestOptions};
 use deepspec_stages::eval::metrics::{Acceptance, Round};
-use deepspec_stages::model_source::TextSide;
-use deepspec_stages::progress::{Context, Event, Interrupt, Reporter};
 use deepspec_stages::recipe::{Precision, Recipe};
 use deepspec_stages::run_dir::{Provenance, RunDir, read_journal};
 use deepspec_stages::target_model::TargetModel;

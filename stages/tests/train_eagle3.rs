@@ -7,13 +7,13 @@ mod common;
 use std::path::{Path, PathBuf};
 
 use candle_core::{DType, Device};
+use deepspec_engine::TextSide;
+use deepspec_engine::progress::{Context, Event, Interrupt, Reporter};
 use deepspec_models::config::{DrafterConfig, TargetConfig};
 use deepspec_models::linear::Precision as Packing;
 use deepspec_models::target::Target;
 use deepspec_models::weights::Weights;
 use deepspec_stages::drafter::{describe, load_drafter};
-use deepspec_stages::model_source::TextSide;
-use deepspec_stages::progress::{Context, Event, Interrupt, Reporter};
 use deepspec_stages::recipe::{Precision, Recipe};
 use deepspec_stages::run_dir::{Provenance, RunDir, read_journal};
 use deepspec_stages::target_model::TargetModel;
@@ -175,7 +175,7 @@ fn eagle3_from_prompts_to_a_lossless_report() {
 }
 
 #[test]
-fn a29_an_interrupted_run_goes_on_to_the_same_bytes() {
+fn an_interrupted_run_goes_on_to_the_same_bytes() {
     let bench = Bench::new(&["draft.vocab_size=90"]);
     let whole = bench.train("whole", None).unwrap();
     let stopped = bench.train("stopped", Some(3)).unwrap_err();

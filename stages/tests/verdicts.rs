@@ -6,12 +6,12 @@ mod common;
 #[path = "common/tiny.rs"]
 mod tiny;
 
+use deepspec_engine::progress::{Context, Event, Interrupt, Reporter};
 use deepspec_models::target::Target;
 use deepspec_stages::eval::decode::Sample;
 use deepspec_stages::eval::metrics::Round;
 use deepspec_stages::eval::verdict::Verdict;
 use deepspec_stages::eval::{self, EvalOutcome};
-use deepspec_stages::progress::{Context, Event, Interrupt, Reporter};
 use deepspec_stages::recipe::{Proposer, Recipe};
 use deepspec_stages::run_dir::{Provenance, read_journal};
 use serde_json::{Value, json};

@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
-use deepspec_stages::engine::Schedule;
+use deepspec_engine::Schedule;
 
 /// Which models, and how they decode.
 #[derive(Debug, Args)]

@@ -2,13 +2,13 @@
 
 use std::path::{Path, PathBuf};
 
+use deepspec_engine::progress::Context;
+use deepspec_engine::{Engine, Schedule, Sources, StepCosts};
 use deepspec_stages::calibration;
 use deepspec_stages::drafter::{Drafter, describe, limits, load_drafter_for};
-use deepspec_stages::engine::sps_profile::{Fingerprint, step_costs};
-use deepspec_stages::engine::{Engine, Schedule, Sources, StepCosts};
-use deepspec_stages::progress::Context;
 use deepspec_stages::recipe::Precision;
 use deepspec_stages::run_dir::RunDir;
+use deepspec_stages::sps_profile::{Fingerprint, step_costs};
 use deepspec_stages::target_model::{TargetModel, find, natural_precision, packing};
 use deepspec_stages::train::newest_checkpoint;
 

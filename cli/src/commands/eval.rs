@@ -3,10 +3,10 @@
 use std::path::Path;
 
 use anyhow::Context as _;
+use deepspec_engine::progress::Context;
 use deepspec_stages::calibration;
 use deepspec_stages::drafter::{describe, limits, load_drafter_for};
 use deepspec_stages::eval::{self, EvalOutcome};
-use deepspec_stages::progress::Context;
 use deepspec_stages::recipe::PromptSource;
 use deepspec_stages::train::latest_checkpoint;
 

@@ -3,10 +3,10 @@
 use std::path::{Path, PathBuf};
 
 use deepspec_datasets::target_cache::v2;
+use deepspec_engine::progress::Context;
 use deepspec_models::formats::Format;
 use deepspec_stages::export::{self, CacheExport, CostForm, DrafterExport};
 use deepspec_stages::model_source::resolve;
-use deepspec_stages::progress::Context;
 use deepspec_stages::run_dir::RunDir;
 use deepspec_stages::train::checkpoint::Checkpoints;
 

@@ -6,9 +6,9 @@ use std::time::Instant;
 use anyhow::Context as _;
 use deepspec_datasets::conversation::{Message, Role};
 use deepspec_datasets::tokenizer::{StreamDecoder, Tokenizer};
+use deepspec_engine::progress::Context;
+use deepspec_engine::{Finished, Request, RequestOptions, RoundRecord, TextOptions, Update};
 use deepspec_models::speculate::{Adjustments, SamplingParams};
-use deepspec_stages::engine::{Finished, Request, RequestOptions, RoundRecord, TextOptions, Update};
-use deepspec_stages::progress::Context;
 use owo_colors::OwoColorize as _;
 use serde_json::json;
 

@@ -18,8 +18,8 @@ use std::path::Path;
 
 use deepspec_datasets::target_cache::format::{MANIFEST_FILE, PROGRESS_FILE};
 use deepspec_datasets::target_cache::v2;
+use deepspec_engine::progress::Context;
 use deepspec_stages::model_source::fetched_model_in;
-use deepspec_stages::progress::Context;
 
 use self::report::Report;
 use crate::args::InspectArguments;

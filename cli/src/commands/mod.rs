@@ -12,7 +12,7 @@ mod setup;
 mod tables;
 mod train;
 
-use deepspec_stages::progress::Context;
+use deepspec_engine::progress::Context;
 
 use crate::args::Command;
 use crate::printer::Printer;

@@ -1,10 +1,10 @@
 //! `deepspec prepare`: answers by the target, then the target cache.
 
 use deepspec_datasets::target_cache::Reader;
+use deepspec_engine::progress::Context;
 use deepspec_models::config::TargetConfig;
 use deepspec_stages::model_source::{load_text_side, resolve};
 use deepspec_stages::prepare;
-use deepspec_stages::progress::Context;
 use deepspec_stages::recipe::PromptSource;
 use serde_json::{Map, Value};
 

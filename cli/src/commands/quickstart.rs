@@ -1,6 +1,6 @@
 //! `deepspec quickstart`: the whole product on a small real model.
 
-use deepspec_stages::progress::Context;
+use deepspec_engine::progress::Context;
 use deepspec_stages::quickstart;
 use serde_json::json;
 

@@ -2,9 +2,9 @@
 
 use std::time::Duration;
 
+use deepspec_engine::progress::Context;
+use deepspec_serve::{ApiKey, Capacity, ServeOptions, Server};
 use deepspec_stages::drafter::{Drafter, describe};
-use deepspec_stages::progress::Context;
-use deepspec_stages::serve::{ApiKey, Capacity, ServeOptions, Server};
 
 use super::decoding::{Models, check_named};
 use super::setup::{api_key, available_memory};
@@ -23,9 +23,9 @@ const CONNECTIONS: usize = 1024;
 /// # Errors
 /// When a model cannot be loaded, memory does not suffice, or the address cannot be listened on.
 pub(super) fn run(arguments: &ServeArguments, context: Context<'_>) -> anyhow::Result<()> {
-    check_named(&arguments.models)?;
     // Before the models are loaded: nobody likes to wait for an address that is taken, or a key that is none.
     let api_key = arguments.api_key.clone().or_else(api_key).as_deref().map(ApiKey::new).transpose()?;
+    check_named(&arguments.models)?;
     let server = Server::bind(arguments.listen)?;
     let models = Models::load(&arguments.models, context)?;
     let target = models.target.target.config();

@@ -5,8 +5,8 @@ use std::env;
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use deepspec_engine::progress::Context;
 use deepspec_stages::model_source::ModelSourceConfig;
-use deepspec_stages::progress::Context;
 use deepspec_stages::recipe::Recipe;
 use deepspec_stages::run_dir::{Provenance, RunDir};
 use deepspec_stages::target_model::TargetModel;

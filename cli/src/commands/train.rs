@@ -1,6 +1,6 @@
 //! `deepspec train`: a drafter from the run's target cache.
 
-use deepspec_stages::progress::Context;
+use deepspec_engine::progress::Context;
 use deepspec_stages::train::{TrainOutcome, Training};
 
 use super::prepare::print;

@@ -1,4 +1,4 @@
-//! The parallel backbone of DFlash and DSpark (SPEC §4.1; DSpark paper, Eq. 2–3).
+//! The parallel backbone of DFlash and DSpark (DSpark paper, Eq. 2–3).
 //!
 //! Draft layers have the target's shape. In each layer, keys and values are projected by the same weights from two
 //! sources: the *context rows* as they are (projected target features, one per committed position, not passed through the

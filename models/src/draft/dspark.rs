@@ -1,4 +1,4 @@
-//! The DSpark drafter: parallel backbone, sequential Markov head, confidence head (SPEC §4.1–4.3).
+//! The DSpark drafter: parallel backbone, sequential Markov head, confidence head (DSpark paper, Eq. 2–7).
 //!
 //! The same struct serves training (over variables, [`DSpark::train_hidden`]) and inference (over packed weights, with the
 //! context's keys and values cached, see [`super::context`]). DFlash is this drafter with Markov rank 0 and no confidence.

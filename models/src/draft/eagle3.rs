@@ -1,4 +1,4 @@
-//! The Eagle3 drafter: one decoder layer that drafts token after token from the target's features (SPEC §4.5).
+//! The Eagle3 drafter: one decoder layer that drafts token after token from the target's features.
 //!
 //! Row i pairs the target's feature of position i, brought to the hidden size by `fc`, with the embedding of token i + 1, at
 //! rotary position i; its output predicts token i + 2. What lies ahead of the features is drafted from the drafter's own

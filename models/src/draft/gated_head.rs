@@ -1,4 +1,4 @@
-//! The gated form of the Markov head (SPEC §4.2; the reference's own, not in the paper): m = g ⊙ e with
+//! The gated form of the Markov head (the reference's own, not in the paper): m = g ⊙ e with
 //! g = σ(Wg [h ; e] + b), so that a hidden row can do without what the previous token says.
 
 use candle_core::Tensor;

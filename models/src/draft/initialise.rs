@@ -1,4 +1,4 @@
-//! What a drafter starts from (SPEC §4.7): random weights, the target's last layers, the target's bigram.
+//! What a drafter starts from: random weights, the target's last layers, the target's bigram.
 //!
 //! Most users have hours, not clusters; a start from the target saves a good part of them.
 

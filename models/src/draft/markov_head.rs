@@ -1,4 +1,4 @@
-//! DSpark's sequential heads (SPEC §4.2; DSpark paper, Eq. 4–6): a bias B = W2 · m on the logits of slot j, from the tokens
+//! DSpark's sequential heads (DSpark paper, Eq. 4–6): a bias B = W2 · m on the logits of slot j, from the tokens
 //! before it. The previous token of slot 0 is the anchor.
 //!
 //! The forms differ in the latent row m alone. With e = W1[x_{j−1}] and h the slot's hidden row:

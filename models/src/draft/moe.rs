@@ -1,4 +1,4 @@
-//! A mixture of experts in the place of a draft layer's MLP (SPEC §4.1): a router sends each row to the k experts that it
+//! A mixture of experts in the place of a draft layer's MLP: a router sends each row to the k experts that it
 //! scores highest, whose outputs are added up with the router's weights; a shared expert, if there is one, serves all rows.
 //!
 //! Rows are grouped by expert, so each expert is one product over its rows. A row's output is the shared expert's plus those of

@@ -1,4 +1,4 @@
-//! The recurrent form of the Markov head (SPEC §4.2; DSpark paper, Eq. 6): a state s that remembers all tokens of the block.
+//! The recurrent form of the Markov head (DSpark paper, Eq. 6): a state s that remembers all tokens of the block.
 //!
 //! (gate, candidate, out) = one linear map with bias of [s ; e ; h]; s' = σ(gate) ⊙ s + (1 − σ(gate)) ⊙ tanh(candidate);
 //! m = tanh(out). Before the first slot that predicts, s = 0. Note that `out` is made of the state *before* the slot.

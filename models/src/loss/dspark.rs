@@ -1,4 +1,4 @@
-//! DSpark's training objective (SPEC §5; DSpark paper, Eq. 8–12): which slots count, the weighted terms, the metrics.
+//! DSpark's training objective (DSpark paper, Eq. 8–12): which slots count, the weighted terms, the metrics.
 //!
 //! Slot k of a block with anchor a is trained on the token at a+1+k, against the target's distribution at a+k, whatever row the
 //! [block layout](crate::config::BlockLayout) reads it from. It counts

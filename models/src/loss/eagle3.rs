@@ -1,4 +1,4 @@
-//! Eagle3's training objective: soft cross-entropy to the target's distributions at every step of training-time test (SPEC §4.5).
+//! Eagle3's training objective: soft cross-entropy to the target's distributions at every step of training-time test.
 //!
 //! At step s, row i predicts token i + 2 + s, so it is compared with the target's distribution at position i + 1 + s. It counts
 //! where the loss mask of position i + s is 1 and position i + 1 + s lies inside the sequence. A step's loss is

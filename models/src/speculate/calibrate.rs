@@ -1,5 +1,5 @@
 //! Sequential temperature scaling (STS) of a drafter's confidence: one temperature per block position, so that the product of
-//! the confidences up to a position is the share of blocks whose prefix up to it is accepted (SPEC §8).
+//! the confidences up to a position is the share of blocks whose prefix up to it is accepted.
 //!
 //! Positions are fitted left to right. At each, a grid search takes the temperature of the confidence logit that gives the
 //! running product the smallest expected calibration error, with the temperatures of the positions before it in place. Scaling

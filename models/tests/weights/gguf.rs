@@ -50,7 +50,7 @@ fn gguf_vocabulary_and_typed_metadata() {
     assert_eq!(gguf.f64("llama.attention.layer_norm_rms_epsilon").unwrap(), Some(1e-5));
     assert_eq!(gguf.metadata("llama.block_count"), Some(&GgufValue::Unsigned(2)));
     let error = gguf.u32("general.architecture").unwrap_err().to_string();
-    assert!(error.contains("general.architecture") && error.contains("\"llama\""), "{error}");
+    assert!(error.contains("general.architecture") && error.contains("`llama`"), "{error}");
 }
 
 #[test]

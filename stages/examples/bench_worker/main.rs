@@ -15,8 +15,9 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use deepspec_datasets::conversation::{Message, Role};
+use deepspec_engine::TextSide;
 use deepspec_models::gguf::Gguf;
-use deepspec_stages::model_source::{ResolvedModel, TextSide, load_text_side};
+use deepspec_stages::model_source::{ResolvedModel, load_text_side};
 use deepspec_stages::recipe::Precision;
 use serde::Deserialize;
 use serde_json::{Value, json};

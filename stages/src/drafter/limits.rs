@@ -6,10 +6,10 @@ use candle_core::{DType, Device};
 use deepspec_models::config::DrafterConfig;
 use deepspec_models::weights::Weights;
 
-use crate::engine::Schedule;
 use crate::error::Result;
 use crate::recipe::Precision;
 use crate::target_model::packing;
+use deepspec_engine::Schedule;
 
 /// Tensor that every drafter has and trains.
 const ANY_TENSOR: &str = "fc.weight";
@@ -59,7 +59,7 @@ mod tests {
         let text = said(Schedule::Fixed(9), 3).unwrap();
         assert!(text.contains("fixed=9") && text.contains("at most 3 tokens"), "{text}");
         // The lookup's own limit counts as much as a block's.
-        let text = said(Schedule::Fixed(6), crate::engine::Sources::Ngram.block_size(None)).unwrap();
+        let text = said(Schedule::Fixed(6), deepspec_engine::Sources::Ngram.block_size(None)).unwrap();
         assert!(text.contains("fixed=6") && text.contains("at most 5 tokens"), "{text}");
     }
 

@@ -4,6 +4,7 @@ use std::io;
 use std::path::PathBuf;
 
 use super::Error;
+use super::faults::{NAME, PATH, faults};
 use crate::eval::confidence::ConfidenceError;
 use crate::train::tensorboard::EventFileError;
 
@@ -20,35 +21,8 @@ macro_rules! samples {
     }};
 }
 
-/// A path and a name as they stand in the samples; in messages they are in backticks.
-const PATH: &str = "/folder/file.gguf";
-const NAME: &str = "some_name";
-
 fn path() -> PathBuf {
     PATH.into()
-}
-
-/// What is wrong with the form of a message or a hint.
-pub(crate) fn faults(text: &str) -> Vec<&'static str> {
-    let mut faults = Vec::new();
-    let starts = |c: char| c.is_lowercase() || c.is_ascii_digit() || c == '`';
-    if !text.chars().next().is_some_and(starts) {
-        faults.push("starts with a capital or with nothing");
-    }
-    if text.ends_with(['.', '!', ' ', '\n']) {
-        faults.push("ends with a full stop or a space");
-    }
-    if ["Some(", "None", "Ok(", "Err(", "\\\"", "\\n", " { ", "PathBuf"].iter().any(|leak| text.contains(leak)) {
-        faults.push("shows how a value is held");
-    }
-    for name in [PATH, NAME] {
-        for (at, _) in text.match_indices(name) {
-            if text[..at].matches('`').count().is_multiple_of(2) {
-                faults.push("has a name or a path without backticks");
-            }
-        }
-    }
-    faults
 }
 
 fn check(samples: Vec<(String, Option<String>, bool)>) {
@@ -78,17 +52,15 @@ fn every_message_reads_as_the_others_do() {
         Error::OtherStart { .. } =>
             (Error::OtherStart { folder: path(), differences: vec!["`mask_token_id` is 3 there, 4 here".into()] }, true),
         Error::Calibration { .. } => (Error::Calibration { path: path(), problem: problem() }, true),
-        Error::Memory { .. } =>
-            (Error::Memory { what: "caches".into(), needed: 9, available: 8, hint: "give less".into() }, true),
         Error::NotFinite { .. } => ({
             let (what, origin) = ("the loss".to_owned(), "sample 3 in its cross-entropy".to_owned());
             Error::NotFinite { what, step: 7, origin, hint: "look at that sample".into() }
         }, true),
-        Error::ApiKey { .. } => (crate::serve::ApiKey::new("").unwrap_err(), true),
         Error::DrafterFailed { .. } =>
             (Error::DrafterFailed { reason: "drafter `dspark` failed: it gave no number".into(), requests: 3 }, true),
         Error::Input(_) => (Error::Input(problem()), false),
-        Error::Engine(_) => (Error::Engine("no weights to average".into()), false),
+        Error::Invariant(_) => (Error::Invariant("no weights to average".into()), false),
+        Error::Engine(_) => (deepspec_engine::Error::Invariant("2 proposals for 3 requests".into()).into(), false),
         Error::Model(_) => (deepspec_models::Error::TokenRange { token: 9, vocab: 8 }.into(), true),
         Error::Dataset(_) => (deepspec_datasets::Error::NoRows { path: path() }.into(), true),
         Error::Cache(_) => (deepspec_datasets::target_cache::CacheError::NotACache { dir: path() }.into(), true),

@@ -6,9 +6,9 @@ use deepspec_models::target::Target;
 use serde::{Deserialize, Serialize};
 
 use super::speed::Timing;
-use crate::engine::{PhaseTimes, StepCost, StepCosts};
 use crate::error::Result;
 use crate::run_dir::write_atomic;
+use deepspec_engine::{PhaseTimes, StepCost, StepCosts};
 
 /// Time of an answer's rounds, the reading of the prompt left out. With several sequences at once, its share of the common
 /// steps.
@@ -92,7 +92,7 @@ pub(super) fn step_costs(
         if let Ok(Measured { run, step_costs }) = serde_json::from_slice(&text)
             && run == identity
         {
-            return StepCosts::new(step_costs);
+            return Ok(StepCosts::new(step_costs)?);
         }
     }
     let costs = StepCosts::measure(target, block, sequences)?;

@@ -15,11 +15,11 @@ use super::prompts::Prompt;
 use super::speed::{Piece, Timing};
 use super::turns::{self, Probe, Run, Turn};
 use crate::drafter::{Drafter, limits};
-use crate::engine::{Adaptive, Engine, Finished, Request, RequestOptions, StepCosts};
 use crate::error::{Error, Result};
-use crate::progress::{Context, Event};
 use crate::recipe::{EvalRecipe, Proposer as Contender};
 use crate::run_dir::{Journal, read_journal};
+use deepspec_engine::progress::{Context, Event};
+use deepspec_engine::{Adaptive, Engine, Finished, Request, RequestOptions, StepCosts};
 
 /// Tokens of the answer that each engine gives before anything is timed.
 const WARM_UP_TOKENS: usize = 16;
@@ -224,7 +224,7 @@ impl<'a> Plan<'a> {
         };
         let engines = order.iter().filter_map(|&place| free[place].take());
         let turns = engines.map(|engine| Turn::new(engine, requests())).collect::<Result<Vec<_>>>()?;
-        let runs = turns::take(turns, || ctx.check_interrupt("answers so far are in the journal"))?;
+        let runs = turns::take(turns, || Ok(ctx.check_interrupt("answers so far are in the journal")?))?;
         let of_run = |(&place, run): (&usize, Run)| {
             self.samples(self.settings.proposers[place], run, batch, temperature, pass_s)
         };

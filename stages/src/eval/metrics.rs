@@ -8,8 +8,8 @@ use std::collections::HashSet;
 use serde::{Deserialize, Serialize};
 
 use super::confidence::{Calibration, CalibrationReport, ConfidenceError, survival};
-use crate::engine::RoundRecord;
 use crate::recipe::Proposer;
+use deepspec_engine::{IDLE_TAU, RoundRecord};
 
 /// Tokens of the n-grams whose repetition is counted.
 pub const REPETITION_ORDER: usize = 4;
@@ -17,8 +17,6 @@ pub const REPETITION_ORDER: usize = 4;
 pub const IDLE_ROUNDS: u64 = 200;
 /// Rounds among them that have to have drafted, where an adaptive engine has left the drafter out of the others.
 const IDLE_DRAFTS: u64 = 32;
-/// Acceptance length below which a drafter is as good as absent.
-pub const IDLE_TAU: f64 = 1.05;
 
 /// Name and meaning of every number in a report.
 pub const DEFINITIONS: &[(&str, &str)] = &[

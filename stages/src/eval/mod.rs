@@ -39,9 +39,9 @@ use self::prompts::{Prompt, SetInfo};
 use self::verdict::Comparison;
 use crate::drafter::Drafter;
 use crate::error::{Error, Result};
-use crate::progress::{Context, Event};
 use crate::recipe::{Proposer, Recipe};
 use crate::run_dir::{Provenance, write_atomic};
+use deepspec_engine::progress::{Context, Event};
 
 /// Evaluates `drafter` on `target` as `recipe.eval` says and writes the result to `out_dir`. Called again after an
 /// interrupt, it goes on with the prompts that are missing; other evaluations in the same folder keep their lines of

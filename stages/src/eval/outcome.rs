@@ -15,9 +15,9 @@ use super::prompts::{Prompt, SetInfo};
 use super::speed::{Speed, Speedup, Timing, drift, speedup};
 use super::verdict::{Comparison, Verdict};
 use crate::drafter::Drafter;
-use crate::engine::StepCost;
 use crate::error::{Error, Result};
 use crate::recipe::{Proposer, Recipe};
+use deepspec_engine::StepCost;
 
 /// Version of the layout of `results.json`.
 pub const SCHEMA_VERSION: u32 = 1;
@@ -281,7 +281,7 @@ impl<'a> Answers<'a> {
 
     fn select(&self, t: usize, c: usize, places: &[usize]) -> Result<Vec<&'a Sample>> {
         let sample = |&place: &usize| {
-            self.samples.get(&(t, place, c)).ok_or_else(|| Error::Engine(format!("prompt {place} has no answer")))
+            self.samples.get(&(t, place, c)).ok_or_else(|| Error::Invariant(format!("prompt {place} has no answer")))
         };
         places.iter().map(sample).collect()
     }

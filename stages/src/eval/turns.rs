@@ -7,8 +7,8 @@ use deepspec_models::kv_cache::KvCache;
 use deepspec_models::target::{NewTokens, Target};
 
 use super::speed::Piece;
-use crate::engine::{DrafterFaults, Engine, Finished, PhaseTimes, Request};
 use crate::error::{Error, Result};
+use deepspec_engine::{DrafterFaults, Engine, Finished, PhaseTimes, Request};
 
 /// Tokens of each answer that a proposer writes before the next one has its turn.
 const PIECE_TOKENS: usize = 16;
@@ -72,7 +72,7 @@ impl<'e, 'a> Turn<'e, 'a> {
         while !self.engine.is_idle() && self.tokens < goal {
             for update in self.engine.step()? {
                 if let Some(error) = update.failed {
-                    return Err(error);
+                    return Err(error.into());
                 }
                 let at = update.id as usize;
                 if !update.tokens.is_empty() && self.first_token_s[at] == 0.0 {

@@ -6,7 +6,7 @@ use deepspec_datasets::target_cache::v2::{Manifest, Writer};
 use deepspec_datasets::target_cache::{Reader, StorageMode, check_space};
 
 use crate::error::{Error, Result};
-use crate::progress::{Context, Event};
+use deepspec_engine::progress::{Context, Event};
 
 /// What to export, and where to.
 #[derive(Debug, Clone)]

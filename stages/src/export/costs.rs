@@ -2,10 +2,10 @@
 
 use std::path::Path;
 
-use crate::engine::StepCosts;
-use crate::engine::sps_profile::{AdditiveTable, Profile, RateTable};
 use crate::error::{Error, Result};
 use crate::run_dir::write_atomic;
+use crate::sps_profile::{AdditiveTable, Profile, RateTable};
+use deepspec_engine::StepCosts;
 
 /// A published form of costs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -26,6 +26,6 @@ pub fn costs(from: &Path, form: CostForm, out: &Path) -> Result<StepCosts> {
         CostForm::Table => serde_json::to_vec_pretty(&RateTable::of(&costs)),
         CostForm::Additive => serde_json::to_vec_pretty(&AdditiveTable::of(&costs)),
     };
-    write_atomic(out, &text.map_err(|error| Error::Engine(format!("cannot write the costs of passes: {error}")))?)?;
+    write_atomic(out, &text.map_err(|error| Error::Invariant(format!("cannot write the costs of passes: {error}")))?)?;
     Ok(costs)
 }

@@ -17,7 +17,7 @@ pub use self::costs::{CostForm, costs};
 pub use self::profile::profile;
 use crate::error::{Error, Result};
 use crate::eval::EvalOutcome;
-use crate::progress::Context;
+use deepspec_engine::progress::Context;
 
 /// Files of an export; a folder with others is not replaced.
 const FILES: [&str; 3] = ["config.json", SINGLE_FILE, PROFILE_FILE];

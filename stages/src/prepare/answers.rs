@@ -15,10 +15,10 @@ use serde_json::json;
 use sha2::{Digest, Sha256};
 
 use super::rejects::json_lines;
-use crate::engine::FinishReason;
 use crate::error::{Error, Result};
 use crate::recipe::Recipe;
 use crate::run_dir::{read_journal, write_atomic};
+use deepspec_engine::FinishReason;
 
 /// The target's side of one conversation.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]

@@ -19,9 +19,9 @@ use super::answers::{hex, sha256_hex};
 use super::samples::Sample;
 use super::space::require;
 use crate::error::{Error, Result};
-use crate::progress::{Context, Event};
 use crate::recipe::{LossOn, Recipe};
 use crate::target_model::packing;
+use deepspec_engine::progress::{Context, Event};
 
 /// Tokens of one forward pass; a longer sample has a pass of its own.
 const BATCH_TOKENS: usize = 1024;
@@ -144,7 +144,7 @@ fn write(
         for slot in 0..batch.len() {
             positions.truncate(slot, 0);
         }
-        let features = rows.features.ok_or_else(|| Error::Engine("the target gave no features".into()))?;
+        let features = rows.features.ok_or_else(|| Error::Invariant("the target gave no features".into()))?;
         append(writer, batch, first, &bf16_values(&features)?, &bf16_values(&rows.hidden)?)?;
         first += batch.len();
         tokens += batch.iter().map(|sample| sample.ids.len()).sum::<usize>();

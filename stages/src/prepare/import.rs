@@ -18,9 +18,9 @@ use super::answers::{hex, sha256_hex};
 use super::cache::bf16_values;
 use super::space::require;
 use crate::error::{Error, Result};
-use crate::progress::{Context, Event};
 use crate::recipe::Recipe;
 use crate::run_dir::RunDir;
+use deepspec_engine::progress::{Context, Event};
 
 /// Relative distance of rows above which they are another target's. Rounding to bf16 makes 0.003, eight bits for the weights a few
 /// hundredths; rows of different models are about 1.4 apart.
@@ -112,7 +112,7 @@ fn distance(target: &Target, layer_ids: &[i32], sample: &Decoded) -> Result<f64>
     }
     let mut cache = target.new_cache(1, length)?;
     let rows = target.forward(&mut cache, &[NewTokens { slot: 0, tokens }], layer_ids)?;
-    let features = rows.features.ok_or_else(|| Error::Engine("the target gave no features".into()))?;
+    let features = rows.features.ok_or_else(|| Error::Invariant("the target gave no features".into()))?;
     let stored = [&sample.features, &sample.last_hidden];
     let computed = [bf16_values(&features)?, bf16_values(&rows.hidden)?];
     let mut worst = 0.0_f64;

@@ -37,9 +37,9 @@ pub use self::space::FreeBytes;
 use self::space::Needed;
 use self::split::Split;
 use crate::error::{Error, Result};
-use crate::progress::{Context, Event};
 use crate::recipe::Recipe;
 use crate::run_dir::{RunDir, write_atomic};
+use deepspec_engine::progress::{Context, Event};
 
 /// What every part of the stage needs to know.
 #[derive(Debug)]

@@ -22,11 +22,11 @@ use super::answers::{self, Answer, AnswerTurn, End, Finish};
 use super::rejects::Refusal;
 use super::space::Needed;
 use super::{Settings, mask_token_in_data};
-use crate::engine::{Engine, Finished, Request, RequestOptions};
 use crate::error::{Error, Result};
-use crate::progress::{Context, Event};
 use crate::recipe::PrepareRecipe;
 use crate::run_dir::Journal;
+use deepspec_engine::progress::{Context, Event};
+use deepspec_engine::{Engine, Finished, Request, RequestOptions};
 
 /// New tokens for which a prompt must leave room.
 pub const MIN_NEW_TOKENS: usize = 16;
@@ -180,7 +180,7 @@ pub(super) fn regenerate(
     ctx.reporter.event(Event::Finished);
     let answers: Vec<Answer> = done.into_iter().flatten().collect();
     if answers.len() != total {
-        return Err(Error::Engine(format!("{} answers to {total} prompts", answers.len())));
+        return Err(Error::Invariant(format!("{} answers to {total} prompts", answers.len())));
     }
     answers::store(path, &answers)?;
     Ok(Regenerated { answers, new_tokens })
@@ -235,11 +235,12 @@ impl<'a> Work<'a> {
         for update in self.engine.step()? {
             self.new_tokens += update.tokens.len() as u64;
             if let Some(error) = update.failed {
-                return Err(error);
+                return Err(error.into());
             }
             if let Some(finished) = update.finished {
                 let talk = self.talks.remove(&update.id);
-                let talk = talk.ok_or_else(|| Error::Engine(format!("an answer to unknown request {}", update.id)))?;
+                let talk =
+                    talk.ok_or_else(|| Error::Invariant(format!("an answer to unknown request {}", update.id)))?;
                 self.hear(talk, finished)?;
             }
         }

@@ -10,7 +10,7 @@ use super::answers::{Answer, Finish};
 use super::regenerate::Prompt;
 use super::rejects::Refusal;
 use super::{Settings, mask_token_in_data};
-use crate::progress::Context;
+use deepspec_engine::progress::Context;
 
 /// One sample, ready for the target.
 #[derive(Debug)]

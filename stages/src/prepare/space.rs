@@ -13,7 +13,7 @@ use super::cache::Extent;
 use super::regenerate::Prompt;
 use super::{Settings, size};
 use crate::error::Result;
-use crate::progress::Context;
+use deepspec_engine::progress::Context;
 
 /// Tells the bytes that can still be written to the disk of a folder, which need not exist yet.
 pub type FreeBytes = fn(&Path) -> Result<u64, CacheError>;

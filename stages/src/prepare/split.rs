@@ -9,8 +9,8 @@ use deepspec_datasets::jsonl::{ConversationFile, Row};
 
 use super::rejects::{Counts, Refusal, Rejects};
 use crate::error::Result;
-use crate::progress::Context;
 use crate::recipe::{DataRecipe, PromptSource};
+use deepspec_engine::progress::Context;
 
 /// What came of the rows.
 #[derive(Debug)]

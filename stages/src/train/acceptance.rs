@@ -15,11 +15,11 @@ use deepspec_models::speculate::SamplingParams;
 use deepspec_models::target::Target;
 
 use crate::drafter::drafter_of;
-use crate::engine::{Engine, Request, RequestOptions};
 use crate::error::{Error, Result};
-use crate::eval::metrics::{Acceptance as Rates, IDLE_TAU, Round};
-use crate::progress::Context;
+use crate::eval::metrics::{Acceptance as Rates, Round};
 use crate::recipe::{Precision, Recipe};
+use deepspec_engine::progress::Context;
+use deepspec_engine::{Engine, IDLE_TAU, Request, RequestOptions};
 
 /// Longest answer to a prompt, in tokens.
 const ANSWER_TOKENS: usize = 48;
@@ -54,7 +54,7 @@ impl<'a> TrainAcceptance<'a> {
     pub fn new(recipe: &Recipe, target: Option<&'a Target>, cache: &Reader) -> Result<Option<Self>> {
         let Some(every) = recipe.train.acceptance_every.filter(|&every| every > 0) else { return Ok(None) };
         let target = target
-            .ok_or_else(|| Error::Engine("the target was freed, but `train.acceptance_every` needs it".into()))?;
+            .ok_or_else(|| Error::Invariant("the target was freed, but `train.acceptance_every` needs it".into()))?;
         let longest = PROMPT_TOKENS.min(target.config().max_position_embeddings.saturating_sub(ANSWER_TOKENS));
         let mut requests = Vec::new();
         for index in (0..cache.len()).rev() {

@@ -1,4 +1,4 @@
-//! The target's hidden rows after single tokens, from which the Markov head can start (SPEC §4.7).
+//! The target's hidden rows after single tokens, from which the Markov head can start.
 
 use std::collections::BTreeMap;
 
@@ -9,8 +9,8 @@ use deepspec_models::draft::initialise::BigramRows;
 use deepspec_models::target::NewTokens;
 
 use crate::error::Result;
-use crate::progress::{Context, Event};
 use crate::target_model::TargetModel;
+use deepspec_engine::progress::{Context, Event};
 
 /// Sequences run at once.
 const SLOTS: usize = 64;

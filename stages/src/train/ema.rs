@@ -39,7 +39,7 @@ impl MovingAverage {
         let steps = steps as f64;
         let decay = self.decay.min((1.0 + steps) / (10.0 + steps));
         for (name, average) in self.average.iter() {
-            let weight = weights.get(name).ok_or_else(|| Error::Engine(format!("no weight `{name}` to average")))?;
+            let weight = weights.get(name).ok_or_else(|| Error::Invariant(format!("no weight `{name}` to average")))?;
             let kept = (average.as_detached_tensor() * decay)?;
             average.set(&(kept + (weight.as_detached_tensor() * (1.0 - decay))?)?)?;
         }

@@ -114,7 +114,7 @@ impl TrainLog {
         measured: Option<Measured>,
     ) -> Result<String> {
         let Pending { sums: Some(sums), steps } = std::mem::take(&mut self.pending) else {
-            return Err(Error::Engine("a line of the log without a step".into()));
+            return Err(Error::Invariant("a line of the log without a step".into()));
         };
         let seconds = self.spent.as_secs_f64().max(1e-9);
         let step_ms = seconds * 1e3 / self.steps_timed.max(1) as f64;

@@ -30,13 +30,13 @@ use deepspec_models::target::Target;
 
 use crate::drafter::{Drafter, describe, draft_config};
 use crate::error::{Error, Result};
-use crate::progress::{Context, Event};
 use crate::recipe::{LayersInit, MarkovInit, Precision, Recipe};
 use crate::run_dir::RunDir;
 use crate::target_model::TargetModel;
 use acceptance::TrainAcceptance;
 use batches::Batches;
 use checkpoint::Checkpoints;
+use deepspec_engine::progress::{Context, Event};
 use ema::MovingAverage;
 use log::{Pending, TrainLog};
 use step::{Coefficients, Trained};
@@ -244,7 +244,7 @@ impl<'a> Training<'a> {
         ctx.reporter.event(Event::Finished);
         let checkpoint = match self.checkpoints.latest()? {
             Some(found) => found.folder,
-            None => return Err(Error::Engine("training left no checkpoint".into())),
+            None => return Err(Error::Invariant("training left no checkpoint".into())),
         };
         Ok(TrainOutcome {
             steps: batches.steps,

@@ -1,7 +1,7 @@
 //! Requests of decoding tests.
 
+use deepspec_engine::{Request, RequestOptions};
 use deepspec_models::speculate::SamplingParams;
-use deepspec_stages::engine::{Request, RequestOptions};
 
 /// A greedy request that no token ends.
 pub(crate) fn request(id: u64, prompt: Vec<u32>, max_new_tokens: usize) -> Request {

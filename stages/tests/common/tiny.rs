@@ -12,7 +12,9 @@ use deepspec_models::weights::Weights;
 
 /// A part of the project's own golden data. What compares with the reference's numbers has a set named by `DEEPSPEC_GOLDEN` instead.
 pub(crate) fn golden(part: &str) -> PathBuf {
-    Path::new("../models/tests/golden").join(part)
+    // From the folder of whichever crate is tested.
+    let here = std::env::current_dir().unwrap();
+    here.ancestors().map(|folder| folder.join("models/tests/golden")).find(|folder| folder.is_dir()).unwrap().join(part)
 }
 
 pub(crate) fn target_in(precision: Precision) -> Target {

@@ -1,8 +1,8 @@
 //! Target caches of the reference: what the manifest says, one sample with its loss mask, and a check of every sample.
 
 use deepspec_datasets::target_cache::v2::{Reader, check};
-use deepspec_stages::model_source::TextSide;
-use deepspec_stages::progress::Context;
+use deepspec_engine::TextSide;
+use deepspec_engine::progress::Context;
 use serde_json::json;
 
 use super::report::{Report, percent};

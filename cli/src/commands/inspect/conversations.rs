@@ -6,8 +6,8 @@ use anyhow::{Context as _, anyhow};
 use deepspec_datasets::conversation::{Conversation, Invisible, Message, Repair, Role};
 use deepspec_datasets::jsonl::{ConversationFile, Reject, Row};
 use deepspec_datasets::renderer::{LossOn, Rendered};
-use deepspec_stages::model_source::TextSide;
-use deepspec_stages::progress::Context;
+use deepspec_engine::TextSide;
+use deepspec_engine::progress::Context;
 use serde_json::{Value, json};
 
 use super::report::{Report, percent};

@@ -4,8 +4,8 @@ use std::path::Path;
 
 use deepspec_datasets::target_cache::{self, Manifest, Reader, Sample, check};
 use deepspec_datasets::tokenizer::Tokenizer;
-use deepspec_stages::model_source::TextSide;
-use deepspec_stages::progress::Context;
+use deepspec_engine::TextSide;
+use deepspec_engine::progress::Context;
 use serde_json::{Value, json};
 
 use super::report::{Report, percent};

@@ -3,8 +3,9 @@
 use std::path::Path;
 
 use deepspec_datasets::tokenizer::{GgufVocabulary, Tokenizer};
+use deepspec_engine::TextSide;
 use deepspec_models::gguf::Vocabulary;
-use deepspec_stages::model_source::{ResolvedModel, TextSide, load_text_side};
+use deepspec_stages::model_source::{ResolvedModel, load_text_side};
 use serde_json::{Value, json};
 
 use super::report::Span;

@@ -1,4 +1,4 @@
-//! What an Eagle3 drafter starts from: random weights, or the target's last layer (SPEC §4.7).
+//! What an Eagle3 drafter starts from: random weights, or the target's last layer.
 
 use candle_core::{Device, Tensor};
 
