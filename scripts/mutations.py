@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import datetime
 import fcntl
+import json
 import os
 import re
 import shutil
@@ -24,6 +25,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 BASE = ROOT / "target" / "mutations"
 TREE = BASE / "tree"
+# Mistakes that are built before others who want the lock have their turn.
+AT_ONCE = 4
 
 
 @dataclass(frozen=True)
@@ -196,23 +199,39 @@ def locked(path: str | None):
         yield
 
 
-def cargo(test: Test, names: list[str], lock: str | None) -> tuple[bool, set[str], str]:
-    """Whether it builds, the tests that failed of those named, and the output."""
-    environment = {**os.environ, "CARGO_TARGET_DIR": str(BASE / "target"), "CARGO_INCREMENTAL": "1", "RUST_BACKTRACE": "0"}
+def environment() -> dict[str, str]:
+    values = {**os.environ, "CARGO_TARGET_DIR": str(BASE / "target"), "CARGO_INCREMENTAL": "1", "RUST_BACKTRACE": "0"}
     for name in ("DEEPSPEC_GOLDEN", "DEEPSPEC_SOAK_MINUTES"):
-        environment.pop(name, None)
-    command = ["cargo", "test", "--release", "--quiet", *test.selection()]
-    run = {"cwd": TREE, "env": environment, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    with locked(lock):
-        built = subprocess.run([*command, "--no-run"], **run)
+        values.pop(name, None)
+    return values
+
+
+def build(test: Test, copy: str) -> tuple[Path | None, str]:
+    """A copy of the test's program, and what the compiler said."""
+    command = ["cargo", "test", "--release", "--no-run", "--message-format", "json-render-diagnostics", *test.selection()]
+    built = subprocess.run(command, cwd=TREE, env=environment(), text=True, capture_output=True)
     if built.returncode != 0:
-        return False, set(), built.stdout
-    ran = subprocess.run([command[0], command[1], *[part for part in command[2:] if part != "--quiet"], "--", "--exact", *names], **run)
+        return None, built.stderr
+    messages = [json.loads(line) for line in built.stdout.splitlines() if line.startswith("{")]
+    name = test.package.replace("-", "_") if test.binary == "--lib" else test.binary
+    is_wanted = lambda message: message.get("executable") and message["profile"]["test"] and message["target"]["name"] == name
+    program = BASE / "programs" / copy
+    program.parent.mkdir(exist_ok=True)
+    shutil.copy2(next(message["executable"] for message in messages if is_wanted(message)), program)
+    return program, built.stderr
+
+
+def run(program: Path, test: Test, names: list[str]) -> tuple[set[str], str]:
+    """The tests that failed of those named, and the output."""
+    folder = TREE / test.package.removeprefix("deepspec-")
+    ran = subprocess.run([program, "--exact", *names], cwd=folder, env=environment(), text=True,
+                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    program.unlink()
     results = dict(re.findall(r"^test (\S+) \.\.\. (\w+)", ran.stdout, re.MULTILINE))
     missing = [name for name in names if name not in results]
     if missing:
         sys.exit(f"error: {test.package} has no test {', '.join(missing)}\n{ran.stdout}")
-    return True, {name for name in names if results[name] == "FAILED"}, ran.stdout
+    return {name for name in names if results[name] == "FAILED"}, ran.stdout
 
 
 def prepare() -> str:
@@ -243,26 +262,26 @@ def baseline(mutations: list[Mutation], lock: str | None) -> None:
     groups: dict[tuple[str, str], dict[str, Test]] = {}
     for mutation in mutations:
         groups.setdefault((mutation.test.package, mutation.test.binary), {})[mutation.test.name] = mutation.test
-    for tests in groups.values():
-        first = next(iter(tests.values()))
-        builds, failed, output = cargo(first, list(tests), lock)
-        if not builds or failed:
-            sys.exit(f"error: without a mistake, {', '.join(failed) or 'the build'} fails\n{output}")
+    with locked(lock):
+        built = [build(next(iter(tests.values())), f"{number}") for number, tests in enumerate(groups.values())]
+    for (program, output), tests in zip(built, groups.values()):
+        if program is None:
+            sys.exit(f"error: the tree does not build as it is\n{output}")
+        failed, output = run(program, next(iter(tests.values())), list(tests))
+        if failed:
+            sys.exit(f"error: without a mistake, {', '.join(failed)} fails\n{output}")
         print(f"passes as it is: {', '.join(str(test) for test in tests.values())}", flush=True)
 
 
-def try_one(mutation: Mutation, lock: str | None) -> str | None:
-    """Puts the mistake in; `None` when its test failed, else what happened."""
+def build_with(mutation: Mutation) -> tuple[Path | None, str]:
+    """The test's program with the mistake in it."""
     path = TREE / mutation.file
     original = path.read_text()
     path.write_text(original.replace(mutation.old, mutation.new))
     try:
-        builds, failed, output = cargo(mutation.test, [mutation.test.name], lock)
+        return build(mutation.test, mutation.name)
     finally:
         path.write_text(original)
-    if not builds:
-        return f"does not build\n{output}"
-    return None if failed else "NOT CAUGHT"
 
 
 def table(caught: list[Mutation], commit: str) -> str:
@@ -297,10 +316,19 @@ def main() -> None:
     check_places(mutations)
     baseline(mutations, arguments.lock)
     caught, faults = [], []
-    for mutation in mutations:
-        fault = try_one(mutation, arguments.lock)
-        (faults if fault else caught).append(mutation)
-        print(f"{mutation.name:20} {fault or f'caught by {mutation.test}'}", flush=True)
+    for first in range(0, len(mutations), AT_ONCE):
+        some = mutations[first:first + AT_ONCE]
+        with locked(arguments.lock):
+            built = [build_with(mutation) for mutation in some]
+        for mutation, (program, output) in zip(some, built):
+            if program is None:
+                verdict = f"DOES NOT BUILD\n{output}"
+            elif run(program, mutation.test, [mutation.test.name])[0]:
+                verdict = f"caught by {mutation.test}"
+            else:
+                verdict = "NOT CAUGHT"
+            (caught if verdict.startswith("caught") else faults).append(mutation)
+            print(f"{mutation.name:20} {verdict}", flush=True)
     if faults:
         sys.exit(f"error: {len(faults)} of {len(mutations)} mistakes were not caught")
     print(f"all {len(caught)} mistakes were caught")
