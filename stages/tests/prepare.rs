@@ -408,7 +408,7 @@ fn words_and_emoji_are_trained_on_as_they_are_written_whether_or_not_characters_
         "\u{1f468}\u{200d}\u{1f469}\u{200d}\u{1f467}",
         "\u{1f3f4}\u{e0067}\u{e0062}\u{e0073}\u{e0063}\u{e0074}\u{e007f}",
     ];
-    let rows: String = texts.iter().map(|text| format!("{{\"prompt\": \"{text}\"}}\n")).collect();
+    let rows = texts.map(|text| format!("{{\"prompt\": \"{text}\"}}\n")).concat();
     let world = World::new();
     for strip in ["data.strip_invisible=true", "data.strip_invisible=false"] {
         let case = Case::new(&rows, &[strip]);
@@ -485,6 +485,7 @@ fn calls_in_the_text_of_answers_are_trained_on_with_their_replies() {
 }
 
 /// What the disk of a test has free; each test that changes it has one of its own.
+#[expect(clippy::unnecessary_wraps, reason = "of the type of what asks a real disk")]
 mod disks {
     use std::path::Path;
     use std::sync::atomic::{AtomicU64, Ordering};
