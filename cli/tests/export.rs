@@ -93,7 +93,7 @@ fn options_that_do_not_apply_are_refused() {
     };
     refused(&["--to", "sglang"], "not a drafter to export");
     refused(&["--to", "cache-v2"], "not a target cache to export");
-    refused(&["--to", "sglang", "--run", &path("none")], "not a checkpoint");
+    refused(&["--to", "sglang", "--run", &path("none")], "there is no such folder");
     refused(&["--to", "sglang", "--cache", &path("x"), "--draft", &path("y")], "`--cache` is for");
     refused(&["--to", "cache-v2", "--draft", &path("y")], "`--draft` is for drafters");
     refused(&["--to", "gguf2", "--draft", &path("y")], "gguf2");

@@ -27,6 +27,8 @@ const ALLOWED: [(&str, &[&str]); 7] = [
 const NETWORK: [&str; 6] = ["axum", "futures-util", "http-body-util", "hyper", "hyper-util", "tokio"];
 /// The crate that may use them, and its folder that does.
 const SERVER: (&str, &str) = ("deepspec-serve", "stages/serve/");
+/// Helpers that the tests of several crates take in.
+const FIXTURES: &str = "stages/tests/common/";
 /// Longest line of a source file, in characters. rustfmt keeps code shorter; it leaves long texts alone.
 const LONGEST_LINE: usize = 200;
 
@@ -209,6 +211,7 @@ fn every_dependency_is_used() {
             let is_reached = |path: &str| {
                 let within = path.strip_prefix(&member.folder).and_then(|path| path.strip_prefix('/'));
                 within.is_some_and(|path| *is_for_tests || path.starts_with("src/") || path == "build.rs")
+                    || (*is_for_tests && path.starts_with(FIXTURES))
             };
             if !sources.iter().any(|(path, text)| is_reached(path) && names_crate(text, name)) {
                 faults.push(format!("no source of {} names its dependency {name}", member.name));

@@ -422,9 +422,14 @@ fn words_and_emoji_are_trained_on_as_they_are_written_whether_or_not_characters_
     }
 }
 
-const LATER_SYSTEM: &str = r#"{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "system", "content": "s"}, {"role": "user", "content": "c"}, {"role": "system", "content": "t"}, {"role": "assistant", "content": "d"}]}
-{"prompt": "x", "completion": "y"}
-"#;
+const LATER_SYSTEM: &str = concat!(
+    r#"{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, "#,
+    r#"{"role": "system", "content": "s"}, {"role": "user", "content": "c"}, "#,
+    r#"{"role": "system", "content": "t"}, {"role": "assistant", "content": "d"}]}"#,
+    "\n",
+    r#"{"prompt": "x", "completion": "y"}"#,
+    "\n",
+);
 
 #[test]
 fn a_later_system_message_is_rendered_where_it_stands() {

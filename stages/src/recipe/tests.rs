@@ -31,8 +31,10 @@ fn every_recipe_parses_validates_and_comes_back_from_toml() {
 fn the_table_of_recipes_names_every_file_and_every_file_is_built_in() {
     let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../recipes");
     let readme = fs_err::read_to_string(format!("{folder}/README.md")).unwrap();
+    let table =
+        readme.lines().skip_while(|line| !line.starts_with("| recipe |")).take_while(|line| line.starts_with('|'));
     let rows: BTreeSet<&str> =
-        readme.lines().filter_map(|line| line.strip_prefix("| `")?.split_once('`')).map(|(name, _)| name).collect();
+        table.filter_map(|line| line.strip_prefix("| `")?.split_once('`')).map(|(name, _)| name).collect();
     let mut files = BTreeSet::new();
     for sub in ["", "dspark/", "dflash/", "eagle3/"] {
         let Ok(entries) = fs_err::read_dir(format!("{folder}/{sub}")) else { continue };
