@@ -58,7 +58,7 @@ pub enum Error {
     #[error("`{}`: `{left}` is {left_value}, but `{right}` is {right_value}", path.display())]
     FieldsDisagree {
         /// File that was read.
-        path: PathBuf,
+        path: Box<Path>,
         /// One field or metadata key.
         left: String,
         /// Its value, as written.

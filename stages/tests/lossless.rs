@@ -49,7 +49,9 @@ fn skewed(seed: usize) -> Chain {
             *p = [1.0, 0.2, 3.0, 0.5, 1.6][(seed * 2 + last * 3 + next * next + last * next) % 5];
         }
         let sum: f64 = row.iter().sum();
-        row.iter_mut().for_each(|p| *p /= sum);
+        for p in row.iter_mut() {
+            *p /= sum;
+        }
     }
     chain
 }
@@ -70,7 +72,9 @@ fn cyclic() -> Chain {
 fn mixed(one: &Chain, other: &Chain) -> Chain {
     let mut chain = *one;
     for (row, other) in chain.iter_mut().zip(other) {
-        row.iter_mut().zip(other).for_each(|(p, q)| *p = 0.5 * *p + 0.5 * q);
+        for (p, q) in row.iter_mut().zip(other) {
+            *p = 0.5 * *p + 0.5 * q;
+        }
     }
     chain
 }
@@ -221,10 +225,10 @@ struct Scene {
     _folder: TempDir,
 }
 
-fn scene(chain: Chain) -> Scene {
+fn scene(chain: &Chain) -> Scene {
     let folder = TempDir::new().unwrap();
-    let target = toy::target(folder.path(), &head(&chain), Packing::F32);
-    Scene { target, chain, _folder: folder }
+    let target = toy::target(folder.path(), &head(chain), Packing::F32);
+    Scene { target, chain: *chain, _folder: folder }
 }
 
 impl Scene {
@@ -349,48 +353,48 @@ fn check_all(name: &str, scene: &Scene, who: (Option<&Drafter>, bool), tables: &
 
 #[test]
 fn plain_decoding_has_the_known_distribution() {
-    let scene = scene(skewed(1));
+    let scene = scene(&skewed(1));
     scene.check("plain", &scene.answers((None, false), Rule::Whole, 2, 2000));
 }
 
 /// A proposal of Eagle3 ends behind a drafted stop token: whether its first token is verified must not depend on that.
 #[test]
 fn eagle3_is_lossless_when_its_proposals_end_at_stop_tokens() {
-    let scene = scene(uniform());
+    let scene = scene(&uniform());
     let drafter = scene.drafter(Kind::Eagle3, &uniform());
     check_all("eagle3 like the target", &scene, (Some(&drafter), false), &[Table::Steep, Table::Jagged], 8000, 0.5);
 }
 
 #[test]
 fn eagle3_is_lossless_when_it_is_wrong() {
-    let scene = scene(skewed(2));
+    let scene = scene(&skewed(2));
     let drafter = scene.drafter(Kind::Eagle3, &mixed(&skewed(2), &skewed(3)));
     check_all("eagle3 unlike the target", &scene, (Some(&drafter), false), &[Table::Step, Table::Jagged], 2500, 0.4);
 }
 
 #[test]
 fn dspark_is_lossless_when_confidences_depend_on_the_tokens_drawn() {
-    let scene = scene(skewed(1));
+    let scene = scene(&skewed(1));
     let drafter = scene.drafter(Kind::Dspark, &mixed(&skewed(1), &skewed(4)));
     check_all("dspark", &scene, (Some(&drafter), false), &[Table::Step, Table::Jagged], 2500, 0.4);
 }
 
 #[test]
 fn dflash_is_lossless() {
-    let scene = scene(skewed(2));
+    let scene = scene(&skewed(2));
     let drafter = scene.drafter(Kind::Dflash, &skewed(2));
     check_all("dflash", &scene, (Some(&drafter), false), &[Table::Step, Table::Jagged], 2500, 0.4);
 }
 
 #[test]
 fn lookups_are_lossless() {
-    let scene = scene(cyclic());
+    let scene = scene(&cyclic());
     check_all("lookup", &scene, (None, true), &[Table::Step, Table::Jagged], 2500, 0.4);
 }
 
 #[test]
 fn hybrids_are_lossless() {
-    let scene = scene(cyclic());
+    let scene = scene(&cyclic());
     for (kind, chain) in [(Kind::Dspark, cyclic()), (Kind::Eagle3, skewed(2))] {
         let drafter = scene.drafter(kind, &chain);
         check_all(
@@ -407,7 +411,7 @@ fn hybrids_are_lossless() {
 /// A penalty reaches both sides: a drafter like the target stays like the target, so that every token is accepted.
 #[test]
 fn penalties_and_biases_leave_a_drafter_like_the_target_accepted() {
-    let scene = scene(skewed(1));
+    let scene = scene(&skewed(1));
     let drafter = scene.drafter(Kind::Dspark, &skewed(1));
     let wrong = scene.drafter(Kind::Dspark, &skewed(4));
     let adjustments = Adjustments {

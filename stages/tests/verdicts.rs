@@ -191,7 +191,7 @@ fn a_machine_that_slows_down_within_the_run_gives_no_verdict() {
 #[test]
 fn an_interval_that_holds_one_is_no_finding() {
     let bench = Bench::new();
-    let made = |i: usize| Made { speedup: if i % 2 == 0 { 1.5 } else { 0.75 }, accepted: 1, pass_s: 0.1 };
+    let made = |i: usize| Made { speedup: if i.is_multiple_of(2) { 1.5 } else { 0.75 }, accepted: 1, pass_s: 0.1 };
     let outcome = bench.with(12, made);
     bench.check(
         &outcome,

@@ -72,7 +72,7 @@ fn every_message_reads_as_the_others_do() {
         Error::FieldValue { .. } => (Error::field(&path(), text(), "12", "at most 3"), true),
         Error::FieldsDisagree { .. } => ({
             let (left, left_value, right, right_value) = (text(), "1e4".into(), text(), "1e6".into());
-            Error::FieldsDisagree { path: path(), left, left_value, right, right_value }
+            Error::FieldsDisagree { path: path().into(), left, left_value, right, right_value }
         }, true),
         Error::Unsupported { .. } =>
             (Error::Unsupported { path: path(), field: text(), found: text(), supported: "`silu`" }, true),

@@ -60,7 +60,7 @@ impl Prompt {
         let ids = settings.renderer.render_prompt(&conversation.messages[..first], conversation.tools.as_ref())?;
         let mask_token_id = settings.recipe.draft.mask_token_id;
         if let Some(at) = ids.iter().position(|id| *id == mask_token_id) {
-            return Err(Refusal::Fatal(mask_token_in_data(mask_token_id, conversation.line, at)));
+            return Err(Refusal::Fatal(mask_token_in_data(mask_token_id, conversation.line, at).into()));
         }
         if room(&settings.recipe.prepare, ids.len()).is_none() {
             let reason = format!(

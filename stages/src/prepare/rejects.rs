@@ -24,7 +24,7 @@ pub(super) enum Refusal {
         hint: String,
     },
     /// The stage cannot go on.
-    Fatal(Error),
+    Fatal(Box<Error>),
 }
 
 /// One thing that is not used, as a line of the side file has it.
@@ -65,7 +65,7 @@ impl Rejects {
                 self.list.push(Reject { file: self.file.clone(), line, sample, kind, reason, hint });
                 Ok(())
             }
-            Refusal::Fatal(error) => Err(error),
+            Refusal::Fatal(error) => Err(*error),
         }
     }
 
@@ -155,7 +155,9 @@ impl From<DatasetError> for Refusal {
     /// What the renderer says about one conversation.
     fn from(error: DatasetError) -> Self {
         let kind = match &error {
-            DatasetError::Stopped => return Self::Fatal(Error::Interrupted { safe: "nothing had been started" }),
+            DatasetError::Stopped => {
+                return Self::Fatal(Box::new(Error::Interrupted { safe: "nothing had been started" }));
+            }
             DatasetError::Unencodable { .. } | DatasetError::Encode { .. } => "not in the vocabulary",
             DatasetError::TemplateRefused { .. } => "refused by the chat template",
             DatasetError::TemplateRender { .. } => "chat template failed",

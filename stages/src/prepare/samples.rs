@@ -70,7 +70,7 @@ impl Sample {
         let Rendered { mut ids, mut loss_mask, unsupervised, .. } = rendered;
         let mask_token_id = settings.recipe.draft.mask_token_id;
         if let Some(at) = ids.iter().position(|id| *id == mask_token_id) {
-            return Err(Refusal::Fatal(mask_token_in_data(mask_token_id, conversation.line, at)));
+            return Err(Refusal::Fatal(mask_token_in_data(mask_token_id, conversation.line, at).into()));
         }
         let (tokens, most) = (ids.len(), settings.recipe.prepare.max_length);
         ids.truncate(most);

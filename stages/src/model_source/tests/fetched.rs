@@ -17,7 +17,8 @@ fn touch(path: &Path, time: std::time::SystemTime) {
 fn a_fetched_model_that_was_damaged_or_replaced_is_refused() {
     let long: Vec<u8> = (0..300_000_u32).flat_map(u32::to_le_bytes).collect();
     let package = || Package { bytes: long.len() as u64, sha256: hex(&Sha256::digest(&long)), ..package() };
-    let damage: [(&str, &dyn Fn(&Path)); 4] = [
+    type Damage<'a> = (&'a str, &'a dyn Fn(&Path));
+    let damage: [Damage<'_>; 4] = [
         ("bytes", &|path| fs_err::write(path, &long[..1000]).unwrap()),
         // The time of the last change tells that something was written, and the whole hash that it matters.
         ("SHA-256", &|path| {
