@@ -206,8 +206,8 @@ def environment() -> dict[str, str]:
     return values
 
 
-def build(test: Test, copy: str) -> tuple[Path | None, str]:
-    """A copy of the test's program, and what the compiler said."""
+def build(test: Test, copy: str) -> tuple[tuple[Path, Path] | None, str]:
+    """A copy of the test's program with the folder that it runs in, and what the compiler said."""
     command = ["cargo", "test", "--release", "--no-run", "--message-format", "json-render-diagnostics", *test.selection()]
     built = subprocess.run(command, cwd=TREE, env=environment(), text=True, capture_output=True)
     if built.returncode != 0:
@@ -217,13 +217,14 @@ def build(test: Test, copy: str) -> tuple[Path | None, str]:
     is_wanted = lambda message: message.get("executable") and message["profile"]["test"] and message["target"]["name"] == name
     program = BASE / "programs" / copy
     program.parent.mkdir(exist_ok=True)
-    shutil.copy2(next(message["executable"] for message in messages if is_wanted(message)), program)
-    return program, built.stderr
+    message = next(message for message in messages if is_wanted(message))
+    shutil.copy2(message["executable"], program)
+    return (program, Path(message["manifest_path"]).parent), built.stderr
 
 
-def run(program: Path, test: Test, names: list[str]) -> tuple[set[str], str]:
+def run(built: tuple[Path, Path], test: Test, names: list[str]) -> tuple[set[str], str]:
     """The tests that failed of those named, and the output."""
-    folder = TREE / test.package.removeprefix("deepspec-")
+    program, folder = built
     ran = subprocess.run([program, "--exact", *names], cwd=folder, env=environment(), text=True,
                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     program.unlink()
@@ -273,7 +274,7 @@ def baseline(mutations: list[Mutation], lock: str | None) -> None:
         print(f"passes as it is: {', '.join(str(test) for test in tests.values())}", flush=True)
 
 
-def build_with(mutation: Mutation) -> tuple[Path | None, str]:
+def build_with(mutation: Mutation) -> tuple[tuple[Path, Path] | None, str]:
     """The test's program with the mistake in it."""
     path = TREE / mutation.file
     original = path.read_text()
