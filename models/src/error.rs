@@ -1,6 +1,8 @@
 //! What can go wrong in this crate: one enum whose variants hold the facts, with advice kept apart in [`Error::hint`].
 
 #[cfg(test)]
+mod message_form;
+#[cfg(test)]
 mod messages;
 
 use std::path::{Path, PathBuf};

@@ -1,7 +1,8 @@
 //! Errors of the stages: facts in the variant, advice in [`Error::hint`], the lower crates' errors passed through.
 
 #[cfg(test)]
-mod faults;
+#[path = "../../models/src/error/message_form.rs"]
+mod message_form;
 #[cfg(test)]
 mod messages;
 

@@ -49,3 +49,24 @@ impl Error {
         }
     }
 }
+
+#[cfg(test)]
+#[path = "../../../models/src/error/message_form.rs"]
+mod message_form;
+
+#[cfg(test)]
+mod tests {
+    use super::Error;
+    use super::message_form::{NAME, PATH, check, samples};
+
+    #[test]
+    fn every_message_reads_as_the_others_do() {
+        check(samples! {Error:
+            Error::Interrupted { .. } => (Error::Interrupted { safe: "all answers are saved" }, true),
+            Error::Io(_) => (std::io::Error::other(format!("failed to write `{PATH}`")).into(), false),
+            Error::Input(_) => (Error::Input(format!("`{NAME}` needs a drafter")), false),
+            Error::Invariant(_) => (Error::Invariant("2 proposals for 3 requests".into()), false),
+            Error::Model(_) => (deepspec_models::Error::TokenRange { token: 9, vocab: 8 }.into(), true),
+        });
+    }
+}

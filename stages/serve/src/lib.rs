@@ -14,12 +14,12 @@ mod body;
 mod capacity;
 mod engine_thread;
 pub mod error;
-#[cfg(test)]
-#[path = "../../src/error/faults.rs"]
-mod faults;
 mod fields;
 mod http;
 mod key;
+#[cfg(test)]
+#[path = "../../../models/src/error/message_form.rs"]
+mod message_form;
 #[cfg(test)]
 mod messages;
 mod metrics;

@@ -1,7 +1,7 @@
 //! How refusals of the API read: one request for each way of being wrong.
 
 use super::api_error::ApiError;
-use super::faults::{NAME, PATH, faults};
+use super::message_form::{NAME, PATH, faults, samples};
 use super::openai::{ApiRequest, Form, far_too_long, too_long};
 
 fn text(error: &ApiError) -> String {
@@ -99,18 +99,14 @@ fn every_refusal_of_a_field_reads_as_the_others_do() {
 
 #[test]
 fn every_error_of_the_server_itself_reads_as_the_others_do() {
-    let errors = [
-        super::Error::Io(std::io::Error::other(format!("failed to open `{PATH}`"))),
-        super::Error::Input(format!("cannot listen on `{NAME}`: it is taken")),
-        super::ApiKey::new("").unwrap_err(),
-        super::Error::Memory { what: "caches".into(), needed: 9, available: 8, hint: "give less".into() },
-        super::Error::Invariant("the thread that serves connections panicked".into()),
-    ];
-    for error in errors {
-        for text in [Some(error.to_string()), error.hint()].into_iter().flatten() {
-            assert!(faults(&text).is_empty(), "{:?}: {text}", faults(&text));
-        }
-        let is_fixable = matches!(error, super::Error::ApiKey { .. } | super::Error::Memory { .. });
-        assert_eq!(error.hint().is_some(), is_fixable, "{error}");
-    }
+    use super::Error;
+
+    super::message_form::check(samples! {Error:
+        Error::Io(_) => (std::io::Error::other(format!("failed to open `{PATH}`")).into(), false),
+        Error::Input(_) => (Error::Input(format!("cannot listen on `{NAME}`: it is taken")), false),
+        Error::ApiKey { .. } => (super::ApiKey::new("").unwrap_err(), true),
+        Error::Memory { .. } =>
+            (Error::Memory { what: "caches".into(), needed: 9, available: 8, hint: "give less".into() }, true),
+        Error::Invariant(_) => (Error::Invariant("the thread that serves connections panicked".into()), false),
+    });
 }

@@ -4,35 +4,12 @@ use std::io;
 use std::path::PathBuf;
 
 use super::Error;
-use super::faults::{NAME, PATH, faults};
+use super::message_form::{NAME, PATH, check, faults, samples};
 use crate::eval::confidence::ConfidenceError;
 use crate::train::tensorboard::EventFileError;
 
-/// A sample of each variant, and whether there is something that the user can do.
-macro_rules! samples {
-    ($error:ident: $($pattern:pat => ($sample:expr, $has_hint:expr)),+ $(,)?) => {{
-        // Without a wildcard: a new variant has to be added below, with a sample.
-        let _every_variant = |error: &$error| match error { $($pattern => ()),+ };
-        vec![$({
-            let sample: $error = $sample;
-            assert!(matches!(&sample, $pattern), "a sample of another variant: {sample:?}");
-            (sample.to_string(), sample.hint(), $has_hint)
-        }),+]
-    }};
-}
-
 fn path() -> PathBuf {
     PATH.into()
-}
-
-fn check(samples: Vec<(String, Option<String>, bool)>) {
-    for (message, hint, has_hint) in samples {
-        assert!(faults(&message).is_empty(), "{:?}: {message}", faults(&message));
-        assert_eq!(hint.is_some(), has_hint, "the hint of: {message}");
-        if let Some(hint) = hint {
-            assert!(faults(&hint).is_empty(), "{:?}: {hint}", faults(&hint));
-        }
-    }
 }
 
 #[test]
