@@ -186,6 +186,13 @@ MUTATIONS = [
         "self.unseen.push(rows.clone());",
         Test("deepspec-serve", "soak", "memory_stays_flat_where_long_prompts_run_beside_a_resting_drafter"),
     ),
+    Mutation(
+        "planned_length", "how much is verified is decided by the number of tokens drawn, which a drafted stop token cuts",
+        "stages/engine/src/draft.rs",
+        "let planned = if is_lookup { proposal.tokens.len() } else { slots };",
+        "let planned = proposal.tokens.len();",
+        stages("lossless", "eagle3_is_lossless_when_its_proposals_end_at_stop_tokens"),
+    ),
 ]
 
 
@@ -290,8 +297,8 @@ def table(caught: list[Mutation], commit: str) -> str:
     rows = "".join(f"| {m.name} | {m.what} (`{m.file}`) | {m.test} |\n" for m in caught)
     return (
         "# Seeded mistakes\n\n"
-        "A test that cannot fail shows nothing. Each of these mistakes was put into the program by itself, and the named test, which "
-        "passes without it, failed. `scripts/mutations.py` does it again.\n\n"
+        "A test that cannot fail shows nothing. Each of these mistakes was put into the program by itself, and the named\n"
+        "test, which passes without it, failed. `scripts/mutations.py` does it again.\n\n"
         f"Last run: {today}, commit {commit[:12]}.\n\n"
         "| mistake | what it changes | test that catches it |\n| --- | --- | --- |\n" + rows
     )
