@@ -1,6 +1,6 @@
-//! Whether a fetched model is still the one that was fetched. Beside it lies a record of size, time of change, a hash of
-//! samples and the hash of the whole; each start compares all but the last, which takes no time to speak of.
-//! [`check_fetched`] reads everything.
+//! Whether a fetched model is still the one that was fetched. A record holds its size, time of change, a hash of samples and the
+//! hash of the whole; each start compares all but the last, which takes no time to speak of. The record of a package lies
+//! beside the file, those of the Hub's files in this program's own cache. [`check_fetched`] reads everything.
 
 use std::fmt::Display;
 use std::io::{Read, Seek, SeekFrom};
@@ -40,21 +40,65 @@ pub(super) struct Expected<'a> {
     pub(super) bytes: u64,
 }
 
-/// Writes the record of a file that has just been checked as a whole.
+/// Writes the record of a package's file that has just been checked as a whole.
 pub(super) fn record(path: &Path, sha256: &str) -> Result<()> {
+    record_at(&path.with_extension(EXTENSION), path, sha256)
+}
+
+fn record_at(marker: &Path, path: &Path, sha256: &str) -> Result<()> {
     let record = Record { sha256: sha256.into(), bytes: 0, modified_ns: None, sample: sample(path)? };
     let (bytes, modified_ns) = size_and_time(path)?;
     let text = serde_json::to_string(&Record { bytes, modified_ns, ..record }).map_err(std::io::Error::from)?;
-    write_atomic(path.with_extension(EXTENSION), format!("{text}\n").as_bytes())
+    write_atomic(marker, format!("{text}\n").as_bytes())
 }
 
-/// Whether a model is there that was fetched and checked before.
+/// Whether a package's model is there that was fetched and checked before.
 ///
 /// # Errors
 /// It is there, but it is not what it was: it was damaged or replaced.
 pub(super) fn is_kept(model: &str, path: &Path, expected: Expected<'_>) -> Result<bool> {
-    let marker = path.with_extension(EXTENSION);
-    let Ok(text) = fs_err::read_to_string(&marker) else { return Ok(false) };
+    is_kept_with(&path.with_extension(EXTENSION), model, path, expected)
+}
+
+/// Compares the large files of a snapshot in the Hub's cache, which are called by their hashes, with their records in the
+/// folder `records`. A file without a record is read whole once.
+///
+/// # Errors
+/// One of them is not what was fetched, or cannot be read.
+pub(super) fn check_snapshot(model: &str, snapshot: &Path, records: &Path) -> Result<()> {
+    for (link, sha256) in files_called_by_hash(snapshot)? {
+        let path = fs_err::canonicalize(&link)?;
+        let (marker, bytes) = (records.join(format!("{sha256}.json")), fs_err::metadata(&path)?.len());
+        if is_kept_with(&marker, model, &path, Expected { sha256: &sha256, bytes })? {
+            continue;
+        }
+        let found = whole(&path)?;
+        if found != sha256 {
+            return Err(changed(model, &path, format!("has SHA-256 {found}, {sha256} was fetched")));
+        }
+        // A folder that cannot be written costs the same again next time.
+        let _ = fs_err::create_dir_all(records).map_err(Error::from).and_then(|()| record_at(&marker, &path, &sha256));
+    }
+    Ok(())
+}
+
+/// The entries of a snapshot that lead to files which are called by their SHA-256, sorted by path.
+fn files_called_by_hash(snapshot: &Path) -> Result<Vec<(PathBuf, String)>> {
+    let mut files = Vec::new();
+    for entry in fs_err::read_dir(snapshot)? {
+        let path = entry?.path();
+        let Ok(blob) = fs_err::read_link(&path) else { continue };
+        let name = blob.file_name().unwrap_or_default().to_string_lossy();
+        if is_sha256(&name) {
+            files.push((path, name.into_owned()));
+        }
+    }
+    files.sort();
+    Ok(files)
+}
+
+fn is_kept_with(marker: &Path, model: &str, path: &Path, expected: Expected<'_>) -> Result<bool> {
+    let Ok(text) = fs_err::read_to_string(marker) else { return Ok(false) };
     if !path.is_file() {
         return Ok(false);
     }
@@ -78,13 +122,15 @@ pub(super) fn is_kept(model: &str, path: &Path, expected: Expected<'_>) -> Resul
         return Err(changed(model, path, format!("has SHA-256 {found}, {} was fetched", expected.sha256)));
     }
     // A folder that cannot be written costs the same again next time.
-    let _ = self::record(path, expected.sha256);
+    let _ = record_at(marker, path, expected.sha256);
     Ok(true)
 }
 
 fn changed(model: &str, path: &Path, problem: impl Display) -> Error {
-    let folder = path.parent().unwrap_or(path).display();
-    let hint = format!("delete the folder `{folder}` and run the command again, which fetches the model again");
+    // A folder of the Hub's cache holds files of others, too.
+    let is_of_hub = path.file_name().is_some_and(|name| is_sha256(&name.to_string_lossy()));
+    let what = if is_of_hub { path } else { path.parent().unwrap_or(path) };
+    let hint = format!("delete `{}` and run the command again, which fetches the model again", what.display());
     Error::ModelSource { model: model.into(), problem: format!("`{}` {problem}", path.display()), hint: Some(hint) }
 }
 
@@ -157,15 +203,7 @@ pub fn check_fetched(path: &Path) -> Result<Option<FetchedCheck>> {
         let Some(sha256) = sha256 else { return Ok(None) };
         expected.push((path.into(), sha256));
     } else {
-        for entry in fs_err::read_dir(path)? {
-            let path = entry?.path();
-            let Ok(blob) = fs_err::read_link(&path) else { continue };
-            let name = blob.file_name().unwrap_or_default().to_string_lossy();
-            if is_sha256(&name) {
-                expected.push((path, name.into_owned()));
-            }
-        }
-        expected.sort();
+        expected = files_called_by_hash(path)?;
     }
     if expected.is_empty() {
         return Ok(None);

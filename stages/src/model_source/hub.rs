@@ -2,6 +2,7 @@
 
 use std::path::{Component, Path, PathBuf};
 
+use super::fetched::check_snapshot;
 use super::{ModelSourceConfig, ResolvedModel, fail};
 use crate::error::Result;
 
@@ -26,7 +27,10 @@ pub(super) fn resolve(model: &str, config: &ModelSourceConfig) -> Result<Resolve
     let cached = snapshot(&hub, model);
     let problem = match &cached {
         Some(path) => match missing_file(path) {
-            None => return Ok(found(model, path.clone())),
+            None => {
+                check_snapshot(model, path, &config.cache_dir.join("hub"))?;
+                return Ok(found(model, path.clone()));
+            }
             Some(file) => format!("`{}` lacks `{file}`", path.display()),
         },
         None => format!("not in the cache `{}`", hub.display()),

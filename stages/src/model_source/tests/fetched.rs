@@ -54,7 +54,7 @@ fn a_fetched_model_that_was_damaged_or_replaced_is_refused() {
             let error = fetch(&package(), &config).unwrap_err();
             assert!(error.to_string().contains(expected), "{expected}: {error}");
             let hint = error.hint().unwrap();
-            assert!(hint.contains("delete the folder") && hint.contains("fake-1.0"), "{hint}");
+            assert!(hint.contains("delete `") && hint.contains("fake-1.0"), "{hint}");
         }
         assert_eq!(check_fetched(&model.path).unwrap().unwrap().problems.len(), 1, "{expected}");
         assert_eq!(calls(folder.path()).len(), 1, "nothing was fetched unasked");
@@ -100,4 +100,46 @@ fn large_files_of_the_hub_are_compared_with_the_hashes_they_are_called_by() {
     let problems = check_fetched(&snapshot).unwrap().unwrap().problems;
     assert!(problems[0].to_string().contains("SHA-256"), "{problems:?}");
     assert!(problems[0].hint().unwrap().contains("fetch the model again"));
+}
+
+#[cfg(unix)]
+#[test]
+fn a_model_of_the_hub_that_was_damaged_is_refused_at_the_next_start() {
+    use crate::model_source::resolve;
+
+    let folder = tempfile::tempdir().unwrap();
+    let offline = ModelSourceConfig { offline: true, ..config(folder.path()) };
+    let snapshot = hub_cache(folder.path(), "aaa", &[("config.json", "{}"), ("tokenizer.json", "{}")]);
+    let blobs = snapshot.join("../../blobs");
+    fs_err::create_dir(&blobs).unwrap();
+    let content: Vec<u8> = (0..200_000_u32).flat_map(u32::to_le_bytes).collect();
+    let name = hex(&Sha256::digest(&content));
+    let blob = blobs.join(&name);
+    fs_err::write(&blob, &content).unwrap();
+    fs_err::os::unix::fs::symlink(Path::new("../../blobs").join(&name), snapshot.join("model.safetensors")).unwrap();
+    let start = || resolve("org/name", &offline);
+    let first = start().unwrap();
+    let record = offline.cache_dir.join("hub").join(format!("{name}.json"));
+    assert!(record.is_file(), "the first start reads all of it and says so");
+    assert_eq!(start().unwrap(), first);
+    // Touched, but as it was.
+    touch(&blob, std::time::UNIX_EPOCH + std::time::Duration::from_secs(7));
+    assert_eq!(start().unwrap(), first);
+    for (change, keeps_time) in [(0, true), (100_000, false)] {
+        let time = fs_err::metadata(&blob).unwrap().modified().unwrap();
+        let mut damaged = content.clone();
+        damaged[change] ^= 1;
+        fs_err::write(&blob, damaged).unwrap();
+        if keeps_time {
+            touch(&blob, time);
+        }
+        let error = start().unwrap_err();
+        assert!(error.hint().unwrap().contains(&name), "{error} {:?}", error.hint());
+        fs_err::write(&blob, &content).unwrap();
+        assert_eq!(start().unwrap(), first);
+    }
+    // One that was never right is noticed at the first start.
+    fs_err::remove_file(&record).unwrap();
+    fs_err::write(&blob, "something else").unwrap();
+    assert!(start().unwrap_err().to_string().contains("SHA-256"));
 }
